@@ -41,7 +41,8 @@ class Row(NamedTuple):
     def name(self) -> str:
         layout = ", channels last" if "channels_last" in self.row["arguments"] else ""
         layer = f", {self.row['layer']}" if self.row.get("layer") else ""
-        return f"`{self.row['op']}`{layout}{layer}"
+        gates = ", fast decay" if layer and " g " in self.row["arguments"] else ""
+        return f"`{self.row['op']}`{layout}{layer}{gates}"
 
     @property
     def peers(self) -> list[str]:
@@ -260,6 +261,7 @@ LEGEND = """How to read the tables:
 - A layer or model behind an op's name means that the call has its options: *Qwen3-Next* normalizes q and k
   in the kernel; *GatedDeltaNet*, *KimiDeltaAttention* and *RWKV7Attention* are layers of fla with gates in
   the kernel; *Mamba2* passes D, dt_bias and softplus. All other calls use the default options.
+- *fast decay*: an older row, in which the log decay was about -0.8 per token. Such decays help FlashQLA.
 - A shape such as 1x8192x16/64x128 has 16 heads of q and k and 64 heads of v. *in 32* means 32 packed
   sequences.
 """
@@ -303,9 +305,9 @@ def _page(title: str, about: str, body: str) -> str:
 
 
 def _index(by_machine: dict[tuple[str, str], list[Row]]) -> str:
-    about = ("flashlin's ops, compared with the fastest other package that can be installed. An op of a layer "
-             "is called with the options of that layer. Other ops are called plainly, at their main shapes. The "
-             "rows in which another package is faster come first.")
+    about = ("flashlin's ops, compared with the fastest other package that can be installed. An op of a "
+             "layer is called with the options of that layer. Other ops are called plainly, at their main "
+             "shapes. The rows in which another package is faster come first.")
     lines = [f"![flashlin's time divided by that of the best peer](../{PLOT.name})", "", LEGEND]
     for (card, release), rows in by_machine.items():
         shown = overview(rows)
@@ -316,6 +318,8 @@ def _index(by_machine: dict[tuple[str, str], list[Row]]) -> str:
         if any(TRITON in row.peers and FLA not in row.peers for row in shown):
             lines += ["In the rows with *fla (Triton)* but without *fla*, only fla's Triton kernels were "
                       "measured; with FlashQLA or TileLang, fla may be faster.", ""]
+        if any(row.row.get("layer") == "GatedDeltaNet" and "FlashQLA" not in row.peers for row in shown):
+            lines += ["FlashQLA was not measured in the rows of *GatedDeltaNet*.", ""]
         for words, some in (("a peer is faster", [row for row in shown if row.slower]),
                             ("flashlin is the fastest", [row for row in shown if not row.slower])):
             if some:
@@ -333,10 +337,10 @@ def _card_page(card: str, releases: dict[str, list[Row]]) -> str:
     about = (f"Every recorded call on an {card}, with all packages that ran it. The [overview](index.md) "
              "explains the packages and shapes.\n\n"
              "*% of floor*: time of a copy of the bytes that the call must read and write, divided by the "
-             "time of the call. Higher is better. It exceeds 100 % if kernels copy faster than the driver, or "
-             "if inputs are in the GPU's cache. *host*: Python time of a call, as a multiple of the time to "
-             "launch one kernel with eight tensors in the same run. Lower is better. *memory*: peak above the memory in use before the call, with "
-             "backward if the op has one. *output differs by*: relative L2 distance from flashlin's output, "
+             "time of the call. Higher is better. It exceeds 100 % if kernels copy faster than the driver, "
+             "or if inputs are in the GPU's cache. *host*: Python time of a call, as a multiple of the time "
+             "to launch one kernel with eight tensors in the same run. Lower is better. *memory*: peak "
+             "above the memory in use before the call, with backward if the op has one. *output differs by*: relative L2 distance from flashlin's output, "
              "where it was recorded. -: not measured, no backward, or the host waits for the GPU.")
     lines: list[str] = []
     for release, rows in releases.items():

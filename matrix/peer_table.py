@@ -39,7 +39,8 @@ def table(folder: Path) -> list[str]:
             "has kernels for Triton 3.0 to 3.9, and uses plain torch with other releases. A cell with two "
             "answers shows the other package, then flashlin.", "",
             *markdown.table(("answer", "meaning"), [
-                ("yes", "the result is right"), ("wrong", "the result differs from float64"),
+                ("yes", "the result is right"),
+                ("wrong", "the result differs from float64 by more than the limit of the test"),
                 ("no", "the call raises an error"), ("-", "not applicable")]), "",
             *markdown.table(("column", "case"), list(aspects.items())),
             *(line for record in records for line in _of_record(record))]

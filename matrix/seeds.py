@@ -36,19 +36,21 @@ SEEDS = (
     Seed("Chunks of 64 in narrow tiles on Hopper", "the kernels are planned with other tiles",
          ("tests/matrix/test_known_issues.py", "matrix/results/narrow-tiles-NVIDIA-H200-triton-3.6.0.json"),
          ("narrow-state-32", "hopper-narrow-state", "hopper-narrow-scores", "hopper-narrow-grads")),
-    Seed("16-bit products below sm80", "the kernels compute fp32 copies, or plain torch computes the call",
+    Seed("16-bit products below sm80",
+         "the kernels use fp32 copies of the tensors, or plain torch computes the call",
          ("tests/matrix/test_pre_ampere.py", "tests/matrix/test_known_issues.py"),
          ("bf16-pre-ampere-32", "half-dot-volta-32", "mma-to-mma-volta", "half-dot-33-pre-ampere",
           "half-dot-34-pre-ampere")),
-    Seed("B*H > 65,535", "the kernels use one axis of the grid; `shield` "
-         "starts a user's kernel in several launches",
+    Seed("B*H > 65,535", "the kernels use only axis 0 of the grid, and "
+         "`flashlin.shield` splits a launch of a user's kernel into several",
          ("tests/gpu/test_delta.py", "tests/gpu/test_shield.py",
           "matrix/results/holes-NVIDIA-H200-triton-3.6.0.json"),
-         raw="invalid argument: grid axes 1 and 2 end at 65,535, on every release"),
+         raw="On every release, the launch fails with 'invalid argument', because grid axes 1 and 2 end at "
+             "65,535"),
     Seed("A token out of range", "the call raises an error that names the token, its position and the call; the "
          "CUDA context stays usable",
          ("tests/test_tokens.py", "tests/gpu/test_tokens.py"),
-         raw="a device-side assert in an innocent kernel, on every release"),
+         raw="On every release, a device-side assert appears in an unrelated kernel"),
 )
 
 

@@ -42,18 +42,20 @@ def table(every: Iterable[CellState]) -> list[str]:
             "Main kernels are those of one op of each family, forward and backward, in 16 bits, with "
             f"heads of 64, 128 and 256. The table counts kernels with {GIVEN_UP} registers a thread, "
             "for which the assembler fails to allocate registers. It also counts kernels that spill "
-            f"more than {SPILLS:,} and more than {MANY:,} bytes a thread. Each cell shows the count "
-            "without knowledge of spills → the count of the current plans.", "",
+            f"more than {SPILLS:,} and more than {MANY:,} bytes a thread. Each cell shows two "
+            "counts: if plans ignored spills → with the current plans.", "",
             *markdown.table(("Triton", "card", "kernels", f"{GIVEN_UP} registers", f"over {SPILLS:,}",
                              f"over {MANY:,}"), ()), *lines(states),
             "", "## Configurations that are slow", "",
-            "These configurations spill with every number of warps and stages that exists for them, "
+            "These configurations spill with every allowed number of warps and stages, "
             f"so planning uses the best one. Planning shortens chunks only to avoid {GIVEN_UP} "
             f"registers or more than {MANY:,} bytes, because shorter chunks need twice the steps and "
             "twice the memory for states. On sm90, where configurations were timed, planning avoids a "
-            f"configuration only if it has {GIVEN_UP} registers. The table shows the {WORST} that spill most.", "",
+            f"configuration only if it has {GIVEN_UP} registers. The table shows the {WORST} that spill "
+            "most. *other tiles* are the other configurations of the same kernel and operands, with their "
+            "spills; some of them belong to other head sizes or releases.", "",
             *markdown.table(("configuration", "where", "bytes", "registers", "instructions of the loop",
-                             "of them local", "others tried, bytes"), _worst(states))]
+                             "of them local", "other tiles, bytes"), _worst(states))]
 
 
 def _main(planned: Planned, card: str) -> list[str]:

@@ -196,8 +196,8 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
 
 ABOUT = """\
 Each cell of these tables says how flashlin runs on one kind of GPU under one Triton release: with kernels
-that have run there, with kernels that have only been compiled for it, or in plain torch. *not run* means
-that nothing has been tested there.
+that have run there, with kernels that compile for it but have not run, or in plain torch. *not run* means
+that at least one kernel has not been compiled.
 
 To find your machine, run `flashlin doctor`, which prints the name of your GPU (such as sm90) and the Triton
 release. Then look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
@@ -206,7 +206,8 @@ To ask about one op on a machine that you do not have, run a command such as
 `flashlin doctor --target T4,triton=3.2 --op chunk_kda --verbose`. It gives the plan by dtype and kind of
 call, also where a table says *not run*.
 
-An entry of a table is as bad as the worst call of its op. The tables count all calls that the matrix
+An entry of a table shows the status of the op's worst call. For example, *torch* means that plain torch
+computes at least one call; other calls of the op may use kernels. The tables count all calls that the matrix
 compiles. `flashlin doctor` counts only the typical calls of an op: training, packed rows, heads of 256 and
 decoding. Register spills do not change its verdict, so an op can be *compiled, slow* here and *ok* there.
 """
@@ -231,10 +232,15 @@ EXPLAINED = {"backend": "the GPU is not from NVIDIA, or torch is a build for ano
              **{issue.id: issue.effect for issue in KNOWN_ISSUES}}
 
 
+BROKEN = " does not compile"
+
+
 def explained(reason: str) -> str:
     """Return a reason in words."""
     if reason.endswith(" spills"):
         return "needs more [registers](spills.md) than a thread has"
+    if reason.endswith(BROKEN):
+        return "this kernel fails to compile there, so plain torch computes the call"
     return EXPLAINED.get(reason, "-")
 
 
@@ -262,19 +268,30 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
                        "", f"## {ops[0]}" + (f" and {len(ops) - 1} more" if len(ops) > 1 else ""), "",
                        OPS + ", ".join(f"`{op}`" for op in ops), "", *_merged(matrix, grids[ops[0]])))],
         "reasons.md": [*_head("Reasons"), "The reasons for each status except *compiled*, most "
-                       "frequent first. An op with the status *ran* has reasons if one of its kernels "
-                       "spills. The last column counts calls of the matrix: one op, with one set of sizes "
-                       "and options, on one GPU under one release. `flashlin why` and "
+                       "frequent first. An op with the status *ran* has reasons if one of its calls spills "
+                       "or avoids a failure. The last column counts calls of the matrix: one op, with one set "
+                       "of sizes and options, on one GPU under one release. A call is counted under the status "
+                       "of its op, which the worst call decides. `flashlin why` and "
                        "[Troubleshooting](../troubleshooting.md) have more about each known failure.", "", *_reasons(squared)],
         "spills.md": [*_head("Register spills"), *spilling.table(every)],
         "models.md": [*_head("Models of other packages"), *programs.table(folder), *documents.table(folder)],
         "gpu-models.md": [*_head("Models on GPUs"), *programs.on_gpus(folder), *programs.seeds(folder)],
         "packages.md": [*_head("Comparison with fla and mamba_ssm"), *peers.table(folder)],
         "failures.md": [*_head("The failures that flashlin was first written to prevent"), *seeds.table()],
-        "runs.md": [*_head("Runs of the matrix"), *markdown.table(
+        "runs.md": [*_head("Runs of the matrix"), RUNS, "", *markdown.table(
             ("release", "kind", "date", "(kernel, GPU) pairs compiled", "failed", "failures that plans avoid",
              "cases in the interpreter or on the torch path", "seconds"), map(_ran, every))]}
     return {name: "\n".join(lines) + "\n" for name, lines in bodies.items()}
+
+
+RUNS = """\
+The matrix compiles the kernels of flashlin with each Triton release, for each GPU, on a machine
+without a GPU. One row describes one release.
+
+- *(kernel, GPU) pairs compiled*: compiled pairs, of all pairs that current plans need.
+- *failed*: pairs of current plans that do not compile.
+- *failures that plans avoid*: other pairs that do not compile. No plan uses them.
+- *cases in the interpreter or on the torch path*: calls that were computed and compared with float64."""
 
 
 def _legend(matrix: Matrix) -> str:
@@ -282,8 +299,8 @@ def _legend(matrix: Matrix) -> str:
     rest = [one.name for one in matrix.card if one.kind != "gate"]
     rest += [f"Triton {one.triton}" for one in matrix.tritons if one.kind != "gate"]
     return ("A GPU or a release is *required* if a failure there fails the tests of flashlin. On *informational* ones, "
-            f"failures are listed, but allowed. Informational are {', '.join(rest)}. All others are "
-            "required.")
+            f"failures are listed, but allowed. These are informational: {', '.join(rest)}. All others "
+            "are required.")
 
 
 def _head(title: str) -> list[str]:
@@ -323,8 +340,13 @@ def _ran(state: CellState) -> list[str]:
 
 
 def _reason(why: str) -> str:
-    """Return the reason from a text of the form ``call: reason: details``."""
-    return why.partition(": ")[2].partition(":")[0]
+    """Return the reason from a text of the form ``call: reason: details``.
+
+    For a kernel that fails to compile, the reason begins with its signature.
+    """
+    reason = why.partition(": ")[2].partition(":")[0]
+    kernel, signature, _ = reason.partition("(*")
+    return kernel + BROKEN if signature else reason
 
 
 def _counted(marks: Iterable[str]) -> str:

@@ -454,8 +454,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         proof="the thread: an MI355X with ROCm 7.2, fla 0.4.2 and 0.5.2; its delta rule is right there"),
     _OfTuner(
         id="autotune-keys-31",
-        effect="IndexError, or silently tuned for the wrong key: a key of the autotuner that comes after an "
-               "argument that the configurations set",
+        effect="IndexError, or silently tuned for the wrong argument: an argument in the autotuner's key "
+               "comes after one that the configurations set",
         symptoms=("IndexError: list index out of range",), seen_in=_TUNER + "run",
         fixed_in="3.2.0", need=_OUR_TUNER + ", or Triton 3.2", url=FLA + "354"),
     _OfTuner(

@@ -44,14 +44,17 @@ def table(folder: Path) -> list[str]:
              f"The bounds are {LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens must be "
              f"equal. A tensor also agrees if no element is off by more than {NEGLIGIBLE:g}. Its ratio may "
              "then exceed the bound, if its elements are small, as in the gradients of RWKV7.\n\n"
-             "Some columns compare a program with itself. *padding*: with the row alone; *pieces*: with the "
-             "prompt in one call; *packed*: with the documents one by one; *greedy* and *beams*: with tokens "
-             "that are generated without a cache.", "", AS_ON_A_GPU, "",
+             "Some columns compare a program with itself:\n\n"
+             "- *padding*: a padded row in a batch, with the row alone\n"
+             "- *pieces*: a prompt in several calls that pass the cache on, with the prompt in one call\n"
+             "- *packed*: documents in one row, marked by the named argument, with the documents one by one\n"
+             "- *greedy* and *beams*: tokens of a greedy search and of a beam search with a cache, with "
+             "tokens that are generated without a cache", "", AS_ON_A_GPU, "",
              *markdown.table(("", "means"), [(MARKS[verdict], meaning) for verdict, meaning in MEANS.items()
                                              if verdict != "reference"])]
     for record in sorted(records, key=lambda one: (one["of"], _by_number(one["stack"])), reverse=True):
         lines += _of_record(record)
-    return [*lines, "", "### Patched answers other than yes and runs", "",
+    return [*lines, "", "### Why a patched program has another answer than yes or runs", "",
             "The records `matrix/results/stacks-*.json` have the whole error messages.", "",
             *markdown.table(("answer", "quantity", "where"), _reasons(records))]
 
@@ -68,7 +71,7 @@ def on_gpus(folder: Path) -> list[str]:
         "`python -m matrix.stacks.gpu` measures layers and models of realistic size in bf16. A cell shows "
         "raw / patched. Errors are RMS ratios of the output and of the worst gradient, compared with "
         "flashlin in float32 over the given number of inputs; lower is better. *worst ratio* is the "
-        "patched error divided by the raw error, for the tensor with the largest ratio; it may be 1.2. The "
+        "patched error divided by the raw error, for the tensor with the largest ratio; the limit is 1.2. The "
         "layers of fla are a selection: Gated DeltaNet, DeltaNet, KDA, GLA, RetNet, HGRN2, RWKV-7, Gated "
         "DeltaNet 2, Comba and Gated DeltaProduct. Other layers have not been measured like this. Each row "
         "has its own date; the date above a table is the latest.",
