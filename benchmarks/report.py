@@ -340,8 +340,8 @@ def _card_page(card: str, releases: dict[str, list[Row]]) -> str:
              "time of the call. Higher is better. It exceeds 100 % if kernels copy faster than the driver, "
              "or if inputs are in the GPU's cache. *host*: Python time of a call, as a multiple of the time "
              "to launch one kernel with eight tensors in the same run. Lower is better. *memory*: peak "
-             "above the memory in use before the call, with backward if the op has one. *output differs by*: relative L2 distance from flashlin's output, "
-             "where it was recorded. -: not measured, no backward, or the host waits for the GPU.")
+             "above the memory in use before the call, with backward if the op has one. *output differs by*: "
+             "relative L2 distance from flashlin's output, where it was recorded. -: not measured, no backward, or the host waits for the GPU.")
     lines: list[str] = []
     for release, rows in releases.items():
         lines += [f"## Triton {release}", "", _versions(rows), "", *everything(rows), ""]
