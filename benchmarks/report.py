@@ -160,7 +160,9 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 
 def _time(figures: dict[str, Any]) -> str:
-    return NONE if not figures else f"{milliseconds(figures):.3g}" + ("" if figures["how"] == "graph" else "°")
+    if not figures:
+        return NONE
+    return f"{milliseconds(figures):.3g}" + ("" if figures["how"] == "graph" else "°")
 
 
 def _share(row: Row, what: str, side: str) -> str:
@@ -185,7 +187,8 @@ def over_ranks(folder: Path = RESULTS) -> str:
     for path in sorted(folder.glob("context-*.json")):
         of = json.loads(path.read_text(encoding="utf-8"))
         ranks = path.name.split("-")[1]
-        ways = {"one device": "one GPU", "tokens": f"{ranks} GPUs, states", "heads": f"{ranks} GPUs, all-to-all"}
+        ways = {"one device": "one GPU", "tokens": f"{ranks} GPUs, states",
+                "heads": f"{ranks} GPUs, all-to-all"}
         columns = ("op", *(f"{words}: {what}" for words in ways.values()
                            for what in ("forward, ms", "with backward, ms", "peak, MiB")))
         lines += [f"{of['tokens']:,} tokens, {of['heads']} heads of {of['head_dim']}, {of['dtype']}; "

@@ -130,7 +130,8 @@ def main() -> None:
             print(json.dumps(row), flush=True)
         return
     same_call = ["--op", given.op, "--shape", given.shape]
-    print(warming.fill("benchmarks.sweep", *same_call, processes=given.jobs, seconds=given.seconds), flush=True)
+    print(warming.fill("benchmarks.sweep", *same_call, processes=given.jobs, seconds=given.seconds),
+          flush=True)
     rows: dict[str, list[dict[str, Any]]] = {}
     for name in starts:
         child = record.child("benchmarks.sweep", *same_call, "--kernel", name, seconds=given.seconds)

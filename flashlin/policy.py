@@ -31,7 +31,8 @@ class Policy(NamedTuple):
     canary: ``auto`` tries kernels without a recorded run on this GPU and Triton in a child process before
         their first use, ``off`` does not. The child process itself runs with ``trial``, which starts untested
         kernels, also on AMD.
-    debug: also check the values of arguments on the GPU, such as cu_seqlens. Each check waits for the GPU.
+    debug: also check the values of tensors: cu_seqlens and indices on the GPU, inputs, outputs and gradients
+        that are not finite, and inputs with which a state grows. Each check waits for the GPU.
     autotune: how ``flashlin.autotune`` chooses a configuration. ``timed`` measures all, ``first`` takes the
         first that works, and ``rank0`` takes the one that rank 0 measured.
     invariant: no choice depends on the number or length of the sequences of a call, so the result of a row is

@@ -30,8 +30,8 @@ FIELDS = REQUIRED | {"seen in", "general", "noise", "certain", "where", "in flas
 
 def _known(id: str, of: SectionProxy) -> Known:
     if wrong := set(of) - FIELDS or REQUIRED - set(of):
-        raise ValueError(f"{id}: got the fields {sorted(of)}, check {sorted(wrong)}; need {sorted(REQUIRED)}, and "
-                         f"may have {sorted(FIELDS - REQUIRED)}")
+        raise ValueError(f"{id}: got the fields {sorted(of)}, check {sorted(wrong)}; need {sorted(REQUIRED)}, "
+                         f"and may have {sorted(FIELDS - REQUIRED)}")
 
     def said(field: str, default: str = "") -> str:
         return " ".join(of.get(field, default).split())

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @suggests_keywords
 def doctor(
     model: nn.Module | None = None,
+    batch: Any = None,
     *,
     run: bool = False,
     target: str | Target | None = None,
@@ -53,22 +54,26 @@ def doctor(
 
     Args:
         model: also report, for each of its layers, which functions the layer calls, which package they are
-            from, and what flashlin plans for them on the device of the weights. The model is neither run nor
-            changed.
+            from, and what flashlin plans for them on the device of the weights. Without a batch, the model is
+            neither run nor changed.
+        batch: arguments of the model: a mapping of keywords, a tuple or list, or one argument. doctor then runs
+            one forward and one backward in debug mode, and reports the first layer, op, tensor, token and head
+            with a value that is not finite, and inputs with which the state of an op grows. The gradients
+            and torch's random state are restored. See docs/guides/diagnose.md for the cost.
         run: also run small cases of every op, forward and backward, in a child process, and compare them with
             the float64 reference.
         target: plan for another machine instead: ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"`` or a ``Target``.
             Only its GPU, torch and Triton are known, so other packages are not reported.
         op: report only this op, and no packages.
 
-    Raises ValueError for an unknown op or target, for ``run`` with a target, or if ``model`` is not an
-    nn.Module.
+    Raises ValueError for an unknown op or target, for ``run`` with a target, for a batch without a model, or
+    if ``model`` is not an nn.Module.
     """
-    return diagnose(model, run, target, op)
+    return diagnose(model, run, target, op, batch=batch)
 
 
 def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
-             import_all: bool = False) -> Report:
+             import_all: bool = False, batch: Any = None) -> Report:
     """Return the report of ``doctor``, with one more option.
 
     import_all: also import, in child processes, the packages that are not loaded. The command line does this.
@@ -77,6 +82,8 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     layers = None if model is None else import_module("flashlin.diagnostics.layers")
     if layers:
         layers.check(model)
+    elif batch is not None:
+        raise ValueError(f"batch: got {type(batch).__name__} without a model, need doctor(model, batch)")
     op = op and calls.known(op)
     ops = tuple(OPS) if op is None else (op,)
     if target is not None and run:
@@ -111,6 +118,8 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     known = found._asdict()
     if layers:
         known["layers"] = tuple(layers.report(model, named, machine.policy, imports))
+    if batch is not None:
+        checks += import_module("flashlin.diagnostics.one_step").one_step(model, batch)
     advice, error = attempt(advise, machine, ops, checks)
     if error:
         checks.append(unchecked("advice", error))

@@ -39,6 +39,7 @@ from flashlin import policy
 from flashlin.compat.launch_cache import TENSORS
 from flashlin.compat.suggestions import keywords_of
 from flashlin.compat.tracing import transformed
+from flashlin.guards import numerics
 from flashlin.guards.tensors import no_unknown, resolved
 
 P = ParamSpec("P")
@@ -117,6 +118,8 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
         if transformed() and policy.current().path != "torch":
             with policy.settings(path="torch"):
                 return entered(*args, **kwargs)
+        if policy.current().debug and not numerics.own.busy:
+            return numerics.watched(function, entered, args, kwargs)
         if any_other and not among(kwargs):
             no_unknown(function.__name__, named, kwargs)
         first = _next_node()
