@@ -17,7 +17,7 @@ from flashlin.diagnostics.report import Advice, Report
 from tests.machines import H200, installed
 from tests.simulated import World
 
-pytestmark = pytest.mark.usefixtures("default_settings", "gpu_surroundings")
+pytestmark = pytest.mark.usefixtures("default_settings", "gpu_surroundings", "proven")
 
 VLLM = Dist("vllm", "0.8.5", needs=("torch==2.6.0",))
 SITTING = Dist("transformers", "5.23.0", needs=("torch>=2.4",))

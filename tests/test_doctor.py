@@ -25,6 +25,7 @@ from flashlin.diagnostics.driver import Seen
 from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Report
 from flashlin.dispatch import OPS
+from flashlin.guards import launch_table
 from flashlin.guards.family import USES
 from flashlin.kernels.families import PUBLIC
 from flashlin.policy import Policy
@@ -118,7 +119,8 @@ def test_two_tritons_a_home_and_a_folder_that_cannot_be_written(tmp_path: Path) 
                HOME="/dev/null/home")
     found = read(done)
     both = check(found, "two Tritons")
-    assert both.status == "worked around" and "triton 3.1.0" in both.detail and "first on the path wins, which is 3.1.0" in both.detail
+    assert both.status == "worked around" and "triton 3.1.0" in both.detail
+    assert "first on the path wins, which is 3.1.0" in both.detail
     # pip cannot repair an import path
     assert found.advice is None and check(found, "pair").status == "worked around"
     assert check(found, "cache").status == "worked around" and "cannot be written" in check(found,
@@ -168,7 +170,8 @@ def test_a_loaded_triton_that_is_not_the_installed_one_is_told(tmp_path: Path,
     monkeypatch.setattr(sys, "path", [str(installed(tmp_path, "triton", "3.7.1"))])
     dists = machine.distributions()
     (one,) = checks.check_copies(made(H200, dists=dists))
-    assert one.status == "worked around" and "3.6.0 is loaded from " in one.detail and "3.7.1 is installed in " in one.detail
+    assert one.status == "worked around" and "3.6.0 is loaded from " in one.detail
+    assert "3.7.1 is installed in " in one.detail
     assert not list(checks.check_copies(made("triton=3.7.1,sm=90", dists=dists)))
 
 
@@ -290,9 +293,37 @@ def row(target: str, op: str = "chunk_simple_gla") -> report.OpPlan:
     ("triton=3.3.1,sm=75", "bfloat16, float16: triton via fp32; float32: triton", "degraded"),
     ("triton=3.6.0,sm=90", "triton", "ok"), ("triton=3.5.0,sm=103", "torch", "degraded"),
     ("triton=3.6.0,backend=hip", "torch", "degraded"), ("A100,torch=2.13.0+cpu", "torch", "degraded"),
-    ("triton=3.7.1,sm=100", "triton with 2 warps", "worked around"), ("cpu,triton=3.6.0", "torch", "ok")])
+    ("triton=3.7.1,sm=100", "triton with 2 warps", "degraded"), ("cpu,triton=3.6.0", "torch", "ok")])
 def test_another_machine_is_planned_for(target: str, path: str, verdict: str) -> None:
     assert (row(target).path, row(target).verdict) == (path, verdict)
+
+
+SPILLS = launch_table.Slow(30364, 32)
+
+
+@pytest.mark.parametrize(("trust", "slow", "verdict", "way", "because"), [
+    ("ran", True, "ok", "kernels", ""), ("compiled", False, "ok", "kernels", ""),
+    ("compiled", True, "degraded", "slow kernels", f"delta_scan {SPILLS}"),
+    ("unknown", True, "degraded", "untested kernels", "never tested on this kind of GPU under this Triton")])
+def test_ok_means_that_kernels_ran_or_compile_without_spills(
+        trust: str, slow: bool, verdict: str, way: str, because: str,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_table, "trust", lambda config, target: trust)
+    every = {config: SPILLS for config in launch_table.table() if config.startswith("delta_scan ")}
+    monkeypatch.setattr(launch_table, "slow_on", lambda card, triton, given_up=False: {
+        } if given_up or not slow else every)
+    found = row("A100,triton=3.6.0", "chunk_delta_rule")
+    assert (found.verdict, found.way, found.because) == (verdict, way, because)
+    assert bool(found.cost) == (verdict == "degraded")
+    report_ = flashlin.doctor(target="A100,triton=3.6.0", op="chunk_delta_rule")
+    assert report_.grade == verdict and report_.fails("degraded") == (verdict == "degraded")
+
+
+def test_the_verdict_of_an_a100_says_what_the_evidence_says() -> None:
+    """This machine was reported as ok although a kernel spills 30,364 bytes a thread."""
+    found = flashlin.doctor(target="A100,triton=3.6.0", op="chunk_delta_rule")
+    assert found.grade == "degraded" and "spills 30,364 bytes a thread" in found.plans[0].because
+    assert "never tested on such a GPU" in found.verdict
 
 
 @pytest.mark.parametrize(("target", "command"), [
@@ -359,6 +390,7 @@ def test_the_table_of_ops_is_what_the_ops_ask_for() -> None:
                                                                                  for op, of in OPS.items()]
 
 
+@pytest.mark.usefixtures("proven")
 def test_a_machine_of_different_cards_has_a_line_for_each_only_where_they_differ(
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "examine",

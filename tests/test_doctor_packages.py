@@ -545,6 +545,7 @@ def test_models_of_mamba(name: str, kernel: str, path: str, request: pytest.Fixt
     assert there.verdict == "degraded" and there.path.startswith("triton")
 
 
+@pytest.mark.usefixtures("proven")
 def test_flashlin_s_own_modules() -> None:
     model = nn.Sequential(flashlin.modules.RMSNorm(32), flashlin.ShortConvolution(32, 4, activation="silu"),
                           nn.Linear(32, 32))

@@ -266,6 +266,7 @@ def _planned(layer: nn.Module, op: str | None, where: Weights, here: Target | No
     told = [f"{reason_.code}: {reason_.got}; so it {REMEDIES[remedy].means}" for reason_, remedy in plan.steps
             if reason_.forced]
     told += [f"{reason_}; {advice(plan)}" for reason_ in plan.refused]
+    told += filter(None, [typical_plans.doubted(plan).because])
     size = " ".join(f"{axis}={number}" for axis, number in sizes.items())
     return f"{typical_plans.way(plan)} ({size})", typical_plans.judged(plan), "; ".join(told), typical_plans.cost(plan)
 

@@ -24,7 +24,9 @@ COLOURS = {"problem": 31, "broken": 31, "degraded": 33, "worked around": 36, "ok
 WIDTH, LINES = 80, 24  # of the short text
 # Ways to run that cost something, worst first, with their words in the verdict ("some calls of 8 ops run ...").
 PRICES = {"plain torch": "in plain torch", "fp32 copies": "on fp32 copies",
-          "batch in parts": "with their batch in parts", "fewer warps": "with fewer warps"}
+          "untested kernels": "kernels that were never tested on such a GPU",
+          "slow kernels": "kernels that spill registers", "batch in parts": "with their batch in parts",
+          "fewer warps": "with fewer warps"}
 
 # A report is pasted into public issues, so it must not identify the machine or its user.
 LEFT_OUT = ((r"(?<![\w.~-])(/home/[^/\s'\":]+|/Users/[^/\s'\":]+|/root\b|[A-Z]:\\Users\\[^\\\s'\"]+)", "~"),
@@ -99,8 +101,8 @@ class OpPlan(Facts):
 
     where: the devices that the row is valid for.
     path: how the calls run, by dtype and kind of call.
-    way: how the worst call runs: ``kernels``, ``fewer warps``, ``batch in parts``, ``fp32 copies``,
-        ``plain torch`` or ``cannot run``.
+    way: how the worst call runs: ``kernels``, ``fewer warps``, ``batch in parts``, ``slow kernels``,
+        ``untested kernels``, ``fp32 copies``, ``plain torch`` or ``cannot run``.
     because: the reasons that calls do not run unchanged.
     remedy: how each reason is avoided.
     evidence: ``ran``, ``compiled``, ``compiled, slow:`` with the kernel that spills, or ``no record``;

@@ -39,7 +39,8 @@ class Kind(NamedTuple):
 
 
 # The ways to run a call, best first.
-WAYS = ("kernels", "fewer warps", "batch in parts", "fp32 copies", "plain torch", "cannot run")
+WAYS = ("kernels", "fewer warps", "batch in parts", "slow kernels", "untested kernels", "fp32 copies",
+        "plain torch", "cannot run")
 WAY_OF = {"limit_num_warps": "fewer warps", "chunk_batch": "batch in parts", "via_fp32": "fp32 copies"}
 Planned = dict[Kind, Plan]
 ISSUES = {issue.id for issue in KNOWN_ISSUES}
@@ -66,10 +67,14 @@ def summary(op: str, where: str, planned: Planned) -> OpPlan:
         told += [(str(reason), advice(plan)) for reason in plan.refused]
         told += [(f"may be wrong: {issue.id}, whose check is switched off",
                   "FLASHLIN_POLICY=auto and no FLASHLIN_IGNORE") for issue in unguarded(plan)]
+    doubts = sorted({doubted(plan) for plan in planned.values()} - {PROVEN}, key=lambda one: one.order)
+    told += [(one.because, one.remedy) for one in {one.way: one for one in doubts}.values()]  # worst of each
+    by_way = sorted(planned.values(), key=lambda plan: WAYS.index(_way_of(plan)))
     return OpPlan(op=op, where=where, path=ways(planned),
-                  way=way_of(planned), verdict=min(map(judged, planned.values()), key=STATUSES.index),
+                  way=max([way_of(planned), *(one.way for one in doubts)], key=WAYS.index),
+                  verdict=min(map(judged, planned.values()), key=STATUSES.index),
                   because=_once(because for because, _ in told), remedy=_once(remedy for _, remedy in told),
-                  cost=_once(filter(None, map(cost, planned.values()))), evidence=evidence(planned.values()))
+                  cost=_once(filter(None, map(cost, by_way))), evidence=evidence(planned.values()))
 
 
 def _once(texts: Iterable[str]) -> str:
@@ -89,12 +94,48 @@ def judged(plan: Plan) -> Status:
 def cost(plan: Plan) -> str:
     """Return the cost on a GPU of the plan's remedies, in words; ``""`` if kernels run on unchanged tensors.
 
-    If several remedies have a cost, the last one is returned.
+    If several remedies have a cost, the last one is returned. Without any, the cost of untested or slow
+    kernels is returned (``doubted``).
     """
     if plan.target.other_build:
         return "the GPU is not used: torch computes on the CPU"
     costs = [REMEDIES[remedy].cost for _, remedy in plan.steps if REMEDIES[remedy].cost]
-    return costs[-1] if costs and plan.target.backend in GPUS else ""
+    return (costs or [doubted(plan).cost])[-1] if plan.target.backend in GPUS else ""
+
+
+class Doubt(NamedTuple):
+    """A reason to doubt that the kernels of a plan are right or fast on a GPU.
+
+    order: the sort key; the largest is the worst.
+    way: one of WAYS.
+    because, cost, remedy: texts of the report.
+    """
+    order: int
+    way: str
+    because: str
+    cost: str
+    remedy: str
+
+
+PROVEN = Doubt(0, "kernels", "", "", "")
+UNTESTED = Doubt(10 ** 9, "untested kernels", "never tested on this kind of GPU under this Triton",
+                 "the first call tests them in a child process, which takes some seconds",
+                 "flashlin warmup --head-dim 64 --head-dim 128 --head-dim 256 tests most of them in advance")
+
+
+def doubted(plan: Plan) -> Doubt:
+    """Return the doubt about a plan; PROVEN if its kernels ran on such a GPU, or compile with few spills."""
+    if plan.path != "triton" or plan.target.backend not in GPUS:
+        return PROVEN
+    unproven = {launch.config: launch for launch in plan.launches
+                if launch_table.trust(launch.config, plan.target) != "ran"}
+    if any(launch_table.trust(config, plan.target) == "unknown" for config in unproven):
+        return UNTESTED
+    slow = launch_table.slow_on(plan.target.sm, plan.target.triton)
+    return max((Doubt(slow[config].spills, "slow kernels", f"{launch.kernel} {slow[config]}",
+                      "registers that do not fit are kept in GPU memory, and the calls have not been timed",
+                      "flashlin uses the configuration that spills least")
+                for config, launch in unproven.items() if config in slow), default=PROVEN)
 
 
 def unguarded(plan: Plan) -> list[KnownIssue]:
@@ -119,10 +160,14 @@ def way(plan: Plan) -> str:
 
 def way_of(planned: Planned) -> str:
     """Return the most costly path of the typical calls, such as ``plain torch`` (see ``WAYS``)."""
-    return max((way for plan in planned.values() for way in (
-        "cannot run" if plan.refused else "plain torch" if plan.path == "torch" else "kernels",
-        *(WAY_OF[remedy] for reason, remedy in plan.steps
-          if reason.forced and remedy in WAY_OF and plan.path == "triton"))), key=WAYS.index)
+    return max(map(_way_of, planned.values()), key=WAYS.index)
+
+
+def _way_of(plan: Plan) -> str:
+    """Return the most costly path that a plan takes."""
+    base = "cannot run" if plan.refused else "plain torch" if plan.path == "torch" else "kernels"
+    return max([base, *(WAY_OF[remedy] for reason, remedy in plan.steps
+                        if reason.forced and remedy in WAY_OF and plan.path == "triton")], key=WAYS.index)
 
 
 def ways(planned: Planned) -> str:
@@ -201,8 +246,8 @@ def unknown(where: str, target: Target) -> Iterator[Check]:
     place, other = "" if where == "named" else f"{where}: ", planned_as(target.triton)
     if other == RELEASES[-1].version:
         yield line("newer", "could not check",
-                   f"{place}triton {target.triton} is newer than {other}, the newest known release: planned as "
-                   "that release, so newer failures are not avoided")
+                   f"{place}triton {target.triton} is newer than {other}, the newest known release: planned "
+                   "as that release, so newer failures are not avoided")
     elif other:
         yield line("unknown", "could not check",
                    f"{place}triton {target.triton} is not known: planned as {other}, the nearest older release")
