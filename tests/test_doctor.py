@@ -197,6 +197,45 @@ def test_a_cache_or_ptxas_that_cannot_be_used(on: str, status: str, tmp_path: Pa
     assert [one.status for one in environment.check_cache(made(on))] == ["ok"] and not (tmp_path / "to").exists()
 
 
+@pytest.mark.parametrize(("mounted", "kind"), [
+    ("server:/home {} nfs4 rw 0 0", "nfs4"), ("x {} fuse.sshfs rw 0 0", "fuse.sshfs"), ("x {} ext4 rw 0 0", ""),
+    ("server:/other /elsewhere nfs rw 0 0", "")])
+def test_a_cache_on_a_network_file_system_is_named(mounted: str, kind: str, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mounts").write_text(f"disk / ext4 rw 0 0\n{mounted.format(tmp_path)}\n")
+    monkeypatch.setattr(environment, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    for on, status in ((H200, "degraded"), ("sm=90,backend=cpu", "worked around")):
+        (found,) = environment.check_cache(made(on))
+        assert found.status == (status if kind else "ok")
+        assert f"is on a network file system ({kind})" in found.detail or not kind
+        assert found.fix == ('export TRITON_CACHE_DIR="$(mktemp -d)"' if kind else "")
+
+
+GLIBCXX = ("import fails: ImportError: /opt/conda/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found "
+           "(required by libtriton.so)")
+
+
+@pytest.mark.parametrize(("conda", "system", "fix"), [
+    ("/opt/conda", True, 'conda install -y -c conda-forge "libstdcxx-ng>=13"'),
+    ("", True, "export LD_PRELOAD={}"), ("", False, "")])
+def test_an_old_libstdcxx_is_repaired_and_no_package_is_installed_for_it(
+        conda: str, system: bool, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "libstdc++.so.6"
+    if system:
+        library.touch()
+    monkeypatch.setattr(environment, "LIBSTDCXX", (str(library),))
+    monkeypatch.setenv("CONDA_PREFIX", conda)
+    broken = made(H200)._replace(triton="", triton_error=GLIBCXX)
+    (found,) = environment.check_libstdcxx(broken)
+    assert found.status == "problem" and "has no GLIBCXX_3.4.30" in found.detail
+    assert found.fix == fix.format(library)
+    monkeypatch.setattr(diagnosis, "examine", lambda: broken)
+    advised = flashlin.doctor(op="chunk_gla").advice
+    assert (advised.command if advised else "") == found.fix
+    assert not list(environment.check_libstdcxx(made(H200)))
+
+
 def test_which_ptxas_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "ptxas"
     program.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.9, V12.9.86\n")

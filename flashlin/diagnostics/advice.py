@@ -70,6 +70,8 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
         return [], f"{machine.triton_state}; it comes from {machine.foreign}, take that off the path"
     if shadowed(machine) or any(target.backend == "hip" for target in machine.targets.values()):
         return [], ""  # pip cannot repair a search path, and on AMD no pair runs kernels
+    if machine.old_libstdcxx:
+        return [], ""  # every torch and Triton would load this library
     cards, here = machine.known_cards, Pair(machine.torch_version, machine.triton)
     broken = _broken(machine, bool(cards))
     stay = _judge(here, here, cards, machine.policy, ops)

@@ -21,9 +21,14 @@ from flashlin.diagnostics.report import Check, Status, line
 
 LDCONFIG = "/sbin/ldconfig"  # Triton calls it by this path only
 LIMIT = 10.0
+LIBSTDCXX = tuple(f"{folder}/libstdc++.so.6" for folder in (
+    "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"))
 # Folders in which installations put libcuda, for a system where ldconfig does not list it.
 LIBCUDA = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib",
            "/usr/local/nvidia/lib64", "/run/opengl-driver/lib", "/usr/local/cuda/compat")
+MOUNTS = Path("/proc/mounts")
+# File systems that several machines share. Renaming and locking files there is slow, and can fail.
+NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse.", "9p", "afs", "pvfs", "wekafs")
 ROOM = 200  # MiB that kernels of one model may need in the cache
 # Commands of package managers that install a compiler, and Python's headers.
 MANAGERS = {"apt-get": ("apt-get install -y gcc libc6-dev", "apt-get install -y python3-dev"),
@@ -167,12 +172,37 @@ def check_cache(machine: Machine) -> Iterator[Check]:
              else f"has {free} MiB left" if free < ROOM
              else "does not let libraries be loaded (mounted noexec)"
              if hasattr(os, "statvfs") and os.statvfs(near).f_flag & getattr(os, "ST_NOEXEC", 0) else "")
-    if not wrong:
+    shared = "" if wrong else network(near)
+    if shared:
+        yield line("cache", "degraded" if machine.known_cards else "worked around",
+                   f"{folder} is on a network file system ({shared}): processes that compile at the same time "
+                   "may fail with 'Stale file handle', and compiling is slow", elsewhere())
+    elif not wrong:
         yield line("cache", "ok", f"{folder} can be written")
     elif machine.known_cards:
         yield line("cache", "problem", f"{folder} {wrong}, and Triton stores kernels in it", elsewhere())
     else:
         yield line("cache", "worked around", f"{folder} {wrong}, which matters once Triton compiles", elsewhere())
+
+
+def network(folder: Path) -> str:
+    """Return the type of the network file system that an existing folder is on, or ``""``."""
+    if not MOUNTS.is_file():
+        return ""
+    mounts = [entry.split(" ")[1:3] for entry in MOUNTS.read_text(errors="replace").splitlines()]
+    within = [(len(place), kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
+    kind = max(within, default=(0, ""))[1]
+    return kind if kind.startswith(NETWORK) else ""
+
+
+def check_libstdcxx(machine: Machine) -> Iterator[Check]:
+    """Check whether torch or Triton fails because another, older libstdc++ is loaded."""
+    if needed := machine.old_libstdcxx:
+        system = next((path for path in LIBSTDCXX if Path(path).is_file()), "")
+        yield line("libstdc++", _gravity(machine) if machine.torch is not None else "problem",
+                   f"the libstdc++ that is loaded has no {needed}: it is too old for this Triton or torch",
+                   'conda install -y -c conda-forge "libstdcxx-ng>=13"' if os.environ.get("CONDA_PREFIX") else
+                   f"export LD_PRELOAD={system}" if system else "")
 
 
 def elsewhere() -> str:
@@ -228,4 +258,5 @@ def check_card(machine: Machine) -> Iterator[Check]:
                        f"{which}: one process at a time, but flashlin warmup and doctor --run start others")
 
 
-ENVIRONMENT = (check_compiler, check_headers, check_libcuda, check_cache, check_variables, check_card)
+ENVIRONMENT = (check_compiler, check_headers, check_libcuda, check_libstdcxx, check_cache, check_variables,
+               check_card)

@@ -162,6 +162,13 @@ class Machine(NamedTuple):
                                     for major, minor in code)]
 
     @property
+    def old_libstdcxx(self) -> str:
+        """Return the version that the loaded libstdc++ lacks, so that torch or Triton fails; else ``""``."""
+        errors = self.torch_error + self.triton_error
+        lacks = re.search(r"version `((GLIBCXX|CXXABI)_[\d.]+)' not found", errors)
+        return lacks[1] if lacks else ""
+
+    @property
     def mixed(self) -> list[str]:
         """Return the names of the Triton distributions, if several are installed into the same folder."""
         tritons = sorted({(dist.name, dist.folder) for dist in self.dists if dist.name in TRITON_NAMES})
