@@ -407,8 +407,7 @@ class Report(Facts):
         The advice comes last, next to the prompt of a terminal. The ops fill the lines of the screen that are
         left.
         """
-        first = textwrap.wrap(f"flashlin {self.version}: {self.verdict}", WIDTH, max_lines=5,
-                              placeholder=" ...", break_on_hyphens=False)
+        first = _wrapped(f"flashlin {self.version}: {self.verdict}")
         head = [first[0].replace(self.grade, _painted(self.grade, self.grade, colour), 1), *first[1:], ""]
         for device in self.devices:
             head += _wrapped(str(device), "  ", "    ")
@@ -430,7 +429,7 @@ class Report(Facts):
             if len(told) > SHOWN:
                 yield f"  and {len(told) - SHOWN} more"
         if self.advice is not None:
-            yield from ["", *_wrapped(f"To do: {self.advice.why}", "", "  ", lines=3)]
+            yield from ["", *_wrapped(f"To do: {self.advice.why}", "", "  ")]
             if self.advice.command:  # a long command continues after a backslash, as a shell reads it
                 yield " \\\n    ".join(textwrap.wrap(self.advice.command, WIDTH - 6, initial_indent="  ",
                                                      break_long_words=False, break_on_hyphens=False))
@@ -523,7 +522,8 @@ def _painted(text: str, status: str, colour: bool) -> str:
     return f"\x1b[{COLOURS[status]}m{text}\x1b[0m" if colour and status in COLOURS else text
 
 
-def _wrapped(text: str, first: str, then: str, lines: int = 2) -> list[str]:
+def _wrapped(text: str, first: str = "", then: str = "", lines: int | None = None) -> list[str]:
+    """Wrap a text into lines of the short report. With ``lines`` it is cut; only lists of names may be."""
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=then, max_lines=lines,
                          placeholder=" ...", break_on_hyphens=False) or [first]
 
