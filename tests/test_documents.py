@@ -18,11 +18,13 @@ from tools import documents, peers
 DOCS = documents.DOCS
 
 
-@pytest.mark.parametrize("name", documents.DOCUMENTS)
-def test_a_document_is_current(name: str) -> None:
-    path = DOCS / name
-    found = path.read_text(encoding="utf-8") if path.exists() else ""
-    assert found == documents.DOCUMENTS[name](), "run: python -m tools.documents"
+def test_the_pages_on_failures_and_migration_are_current() -> None:
+    pages = {**documents.troubleshooting(), "migration.md": documents.migration()}
+    assert {f"troubleshooting/{path.name}" for path in (DOCS / "troubleshooting").glob("*.md")} < set(pages)
+    for name, text in pages.items():
+        path = DOCS / name
+        found = path.read_text(encoding="utf-8") if path.exists() else ""
+        assert found == text, "run: python -m tools.documents"
 
 
 def test_the_pages_of_benchmarks_are_current() -> None:
@@ -41,28 +43,38 @@ def sections(text: str) -> dict[str, str]:
     "list index out of range", "map::at", "out of resource: shared memory", "PTXASError",
     "No module named 'selective_scan_cuda'", "0 active drivers", "illegal memory access"])
 def test_a_search_lands_on_a_heading(asked: str) -> None:
-    headings = sections((DOCS / "troubleshooting.md").read_text(encoding="utf-8"))
+    headings = [heading for path in (DOCS / "troubleshooting").glob("*.md")
+                for heading in sections(path.read_text(encoding="utf-8"))]
     assert [heading for heading in headings if asked in heading]
 
 
-def test_every_failure_is_there_with_all_that_it_prints() -> None:
-    parts = sections(documents.troubleshooting())
-    for known in why.failures():
-        for symptom in known.symptoms:
-            assert any(symptom in part and f"**{known.id}**" in part for part in parts.values()), known.id
-        assert known.symptoms or f"**{known.id}**" in parts["Nothing is printed"]
-    headings = [documents.sorting(heading.strip("` ")) for heading in list(parts)[:-2]]
-    assert headings == sorted(headings) and "Nothing is printed" in list(parts)[-2]
+def test_every_failure_is_on_one_page_with_all_that_it_prints() -> None:
+    grouped, pages = documents.groups(), documents.troubleshooting()
+    assert [known.id for known in why.failures()] == sorted(
+        (known.id for group in grouped.values() for known in group),
+        key=[known.id for known in why.failures()].index)
+    for group, members in grouped.items():
+        parts = sections(pages[f"troubleshooting/{group}.md"])
+        assert members and f"](troubleshooting/{group}.md) | {len(members)} |" in pages["troubleshooting.md"]
+        for known in members:
+            for symptom in known.symptoms:
+                assert any(symptom in part and f"**{known.id}**" in part for part in parts.values()), known.id
+            assert known.symptoms or f"**{known.id}**" in parts["Nothing is printed"]
+        headings = [documents.sorting(heading.strip("` ")) for heading in parts
+                    if heading != "Nothing is printed"]
+        assert headings == sorted(headings) and "Nothing is printed" not in list(parts)[:-1]
 
 
-def test_a_failure_more_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_more_makes_its_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     before = documents.troubleshooting()
-    added = replace(known_failures.KNOWN_FAILURES[0], id="new", symptoms=("never * seen",))
+    added = replace(known_failures.KNOWN_FAILURES[0], symptoms=("never * seen",))
     monkeypatch.setattr(why, "KNOWN_FAILURES", (*known_failures.KNOWN_FAILURES, added))
     why.failures.cache_clear()
     after = documents.troubleshooting()
     why.failures.cache_clear()
-    assert before != after and "## `never * seen`" in after and "**new**" in after
+    changed = [name for name in after if after[name] != before[name]]
+    assert changed == ["troubleshooting.md", "troubleshooting/builds.md"]
+    assert "`never * seen`" in after["troubleshooting/builds.md"]
 
 
 def test_what_markdown_would_eat_is_shown() -> None:
