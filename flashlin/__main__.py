@@ -81,7 +81,7 @@ written.
 EXPLAIN_EXAMPLES = """examples:
   flashlin explain chunk_gla                   training in bfloat16, here
   flashlin explain chunk_gla --dtype fp16 -B 4 -T 4096 -K 256
-  flashlin explain chunk_gla --target T4,triton=3.3.1
+  flashlin explain chunk_gla --target T4,triton=3.3.1 --json
   flashlin explain gdn                         the op of Gated DeltaNet layers,
                                                chunk_gated_delta_rule
   flashlin explain simple_gla -T 1 -B 64 --no-grad      decoding: which mode?
@@ -125,13 +125,15 @@ WHY = """Shows at most three known failures that print this text, the most likel
 the cause, the fix, what flashlin does, where it occurs, and how certain it is.
 Works offline and launches nothing: it reads tables that are part of flashlin.
 Without a text it reads standard input: a log of any size, in UTF-8 or UTF-16.
+It also answers short questions in plain words, such as: why nan.
 
 Exit code: 0 if a known failure prints it or may print it, 1 if none does, 2 for
 a mistake in the arguments or output that cannot be written.
 """
 WHY_EXAMPLES = """examples:
   flashlin why "IndexError: map::at"
-  flashlin why reshapeOuts
+  flashlin why slow first step
+  flashlin why "IndexError: map::at" --target T4,triton=3.2
   python train.py 2>&1 | flashlin why
   flashlin why < slurm-1234.out
   flashlin why --json < slurm-1234.out
@@ -210,6 +212,7 @@ def parser() -> Parser:
     explain.add_argument("--ranks", type=int, default=1,
                          help="ranks that share each sequence, T tokens on each (process_group)")
     explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has a choice")
+    explain.add_argument("--json", action="store_true", help="JSON on stdout")
     program = command("run", description=RUN, epilog=RUN_EXAMPLES)
     program.add_argument("--patch", metavar="NAMES",
                          help="packages, separated by commas (default: FLASHLIN_PATCH, else all installed ones)")
@@ -233,7 +236,10 @@ def parser() -> Parser:
                       help="run nothing, and delete the results of this machine (for --op, or all)")
     warm.add_argument("--json", action="store_true", help="JSON on stdout")
     ask = command("why", description=WHY, epilog=WHY_EXAMPLES)
-    ask.add_argument("text", nargs="*", help="the printed text; standard input if none is given")
+    ask.add_argument("text", nargs="*", help="the printed text, or a question in plain words; standard input "
+                                             "if none is given")
+    ask.add_argument("--target", metavar="FACTS", help="the GPU and the Triton of the failure, such as "
+                                                       "T4,triton=3.2; default: those that the text names")
     ask.add_argument("--json", action="store_true", help="JSON on stdout")
     return top
 
@@ -358,12 +364,13 @@ def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, j
     return text, 0 if all(one.fine for one in trials) else 1
 
 
-def explain(op: str, **given: Any) -> tuple[str, int]:
+def explain(op: str, json: bool, **given: Any) -> tuple[str, int]:
     """Return the text and the exit code of ``flashlin explain``."""
-    return load("diagnostics.doctor").explain(op, **given), 0
+    doctor = load("diagnostics.doctor")
+    return (doctor.as_json(doctor.plan(op, **given)) if json else doctor.explain(op, **given)), 0
 
 
-def why(text: list[str], json: bool) -> tuple[str, int]:
+def why(text: list[str], json: bool, target: str | None) -> tuple[str, int]:
     """Return the text and the exit code of ``flashlin why``."""
     known = load("diagnostics.why")
     piped = not text and sys.stdin is not None and not sys.stdin.isatty()
@@ -371,7 +378,7 @@ def why(text: list[str], json: bool) -> tuple[str, int]:
     if reading.empty:
         raise ValueError('text: got nothing, need the printed text: flashlin why "IndexError: map::at", or a '
                          "log on standard input")
-    found = reading.matches()
+    found = (reading.on(known.parse(target)) if target else reading).matches()
     return (known.as_json if json else known.answer)(found), 0 if found else 1
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import flashlin
-from flashlin import dispatch
+from flashlin import dispatch, policy
 from flashlin.__main__ import main
 from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import doctor as diagnosis
@@ -211,3 +212,25 @@ def test_plan_obeys_the_policy_in_force_for_an_op_and_is_pure_for_a_problem() ->
 def test_what_cannot_be_planned_is_refused(given: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=re.escape(said)):
         flashlin.plan(**{"target": H200, **given})
+
+
+def test_explain_in_json_has_the_facts_of_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["explain", "chunk_gla", "--target", "T4,triton=3.3.1", "-T", "512"]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["op"], found["path"], found["verdict"]) == ("chunk_gla", "triton", "degraded")
+    assert "T=512" in found["call"] and found["target"].startswith("T4 sm75")
+    assert [step["remedy"] for step in found["steps"]] == ["via_fp32"] and found["steps"][0]["code"] in text
+    assert found["cost"] in text and found["evidence"] in text and found["refused"] == []
+    assert {launch["kernel"] for launch in found["launches"]} <= set(re.findall(r"launch   (\w+)", text))
+
+
+def test_explain_in_json_says_why_a_call_is_refused(capsys: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHLIN_PATH", "triton")
+    monkeypatch.setattr(policy, "_current", None)
+    assert main(["explain", "chunk_gla", "--target", "cpu,triton=3.6.0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["path"] == "refused" and found["refused"] and found["advice"] and not found["launches"]

@@ -27,6 +27,7 @@ from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.target import parse
 from flashlin.diagnostics import report, why
 from flashlin.diagnostics.why import failures, matches, rows
+from tests import report_scores
 from tests.machines import ROOT, run
 
 EVERY = {known.id: known for known in failures()}
@@ -115,7 +116,7 @@ def test_a_text_that_others_print_too_is_sure_only_in_its_place() -> None:
 def test_what_people_search_for_is_found_and_called_a_part(asked: str, expected: str) -> None:
     found = matches(asked)
     assert expected in ids(found) and not any(match.sure for match in found)
-    assert all("part of what it prints" in match.because for match in found)
+    assert all("part of what it prints" in match.because or match.failure.asked for match in found)
 
 
 # --- part of a symptom inside a longer line ---
@@ -157,7 +158,7 @@ def test_words_are_told_as_a_guess() -> None:
 
 @pytest.mark.parametrize("text", [
     "ValueError: could not broadcast input array from shape (3,) into shape (4,)", "KeyError: 'loss'",
-    "ModuleNotFoundError: No module named 'flashlin'", "error", "nan", "", "\x1b[31m\n", "AssertionError",
+    "ModuleNotFoundError: No module named 'flashlin'", "error", "", "\x1b[31m\n", "AssertionError",
     "the loss is 3.2", "RuntimeError: Triton Error", "sm_80 or higher is what I have"])
 def test_what_nobody_knows_is_said_to_be_unknown_with_what_to_send(text: str) -> None:
     assert not matches(text)
@@ -423,3 +424,45 @@ def test_a_terminal_is_shown_how_far_it_is(terminal: bool, tmp_path: os.PathLike
         file.seek(0)
         assert not why.read(file).empty
     assert seen == ([25, 10, 10, 5, -1] if terminal else [])
+
+
+# --- questions in plain words, and targets ---
+
+@pytest.mark.parametrize(("question", "id", "has"), [
+    ("nan", "question-nan", "FLASHLIN_DEBUG=1"), ("Why is my loss NaN?", "question-nan", "bf16"),
+    ("why slow first step", "question-slow-first-step", "warmup"), ("slow", "question-slow", "doctor"),
+    ("why out of memory", "question-memory", "smaller batch"),
+    ("my training hangs", "question-hang", "py-spy"),
+    ("it recompiles", "question-recompiles", "TORCH_LOGS"), ("import error", "question-import", "pip list"),
+    ("illegal memory access", "question-illegal-access", "cu_seqlens"),
+    ("not installed", "question-import", "doctor"),
+    ("wrong results", "question-wrong-results", "FLASHLIN_PATH=torch"),
+    ("undefined symbol", "question-undefined-symbol", "reinstall"),
+    ("why is flashlin not used", "question-flashlin-not-used", "flashlin run")])
+def test_a_question_in_plain_words_is_answered(question: str, id: str, has: str) -> None:
+    found = why.matches(question)
+    assert found[0].failure.id == id and not found[0].certain
+    said = why.why(question)
+    assert said.startswith("This answers the question.") and has in said
+    assert len(str(found[0]).split()) <= report_scores.LONGEST
+
+
+@pytest.mark.parametrize("name", ["corpus", "held_out"])
+def test_no_output_of_a_program_is_taken_as_a_question(name: str) -> None:
+    for one in report_scores.load(name):
+        assert not any(match.failure.asked for match in why.matches(one.text)), one.id
+
+
+def test_a_target_replaces_what_the_text_names() -> None:
+    text = "on a Tesla T4 with triton==3.2.0: IndexError: map::at"
+    ids = {match.failure.id for match in why.matches(text)}
+    assert "bf16-pre-ampere-32" in ids
+    assert "bf16-pre-ampere-32" not in why.why(text, target="H100,triton=3.6.0")
+    assert "bf16-pre-ampere-32" in why.why("IndexError: map::at", target="T4,triton=3.2.0")
+    with pytest.raises(ValueError, match="target"):
+        why.why(text, target="no GPU")
+
+
+def test_the_command_takes_a_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", "IndexError: map::at", "--target", "T4,triton=3.2.0", "--json"]) == 0
+    assert "bf16-pre-ampere-32" in capsys.readouterr().out

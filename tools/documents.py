@@ -46,6 +46,7 @@ releases on which it occurs; if several failures print the same message, this te
 # Name of a page -> its title and contents. ``compilers`` and ``packages`` have the known issues and flaws.
 # Each other page has the failures of a file in flashlin/compat/failures.
 GROUPS = {
+    "questions": ("Questions", "answers to questions such as `flashlin why nan`"),
     "compilers": ("Compilers", "failures of Triton's compiler and its kernels on certain GPUs and releases"),
     "packages": ("Flaws of packages", "wrong or slow results of fla, transformers, mamba_ssm and others"),
     "loading": ("Libraries that do not load", "undefined symbols, libstdc++, DLLs, extensions"),
@@ -101,7 +102,7 @@ def of_group(title: str, group: list[Known]) -> str:
     """
     printed: dict[str, list[Known]] = {}
     for known in group:
-        for symptom in known.symptoms:
+        for symptom in known.symptoms or known.asked:
             printed.setdefault(symptom, []).append(known)
     sections: dict[tuple[str, ...], list[str]] = {}  # ids of failures -> symptoms that all of them print
     for symptom, those in printed.items():
@@ -112,7 +113,7 @@ def of_group(title: str, group: list[Known]) -> str:
         if symptoms[1:]:
             lines += ["Also:", "", *(f"- {code(symptom)}" for symptom in symptoms[1:]), ""]
         lines += [line for known in printed[symptoms[0]] for line in described(known)]
-    silent = [line for known in group if not known.symptoms for line in described(known)]
+    silent = [line for known in group if not (known.symptoms or known.asked) for line in described(known)]
     return "\n".join([*lines, *([SILENT, *silent] if silent else [])])
 
 

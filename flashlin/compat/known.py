@@ -32,6 +32,7 @@ class Known:
     proof: the test, record or thread that shows the failure.
     confidence: a key of CONFIDENCE, which says how well the proof shows it.
     symptoms: the texts that are printed, with ``...`` for parts that vary; empty if nothing is printed.
+    asked: questions in plain words that the failure answers, such as ``why nan``.
     seen_in: a text that the traceback must also contain, for symptoms that other programs print as well.
     url: a page about the failure.
     since, fixed_in: the first affected release, and the first that is not; None leaves that side open.
@@ -59,6 +60,7 @@ class Known:
     certain: bool = True
     cards: str = EVERYWHERE
     handled: str = ""
+    asked: tuple[str, ...] = ()
 
     @property
     def what(self) -> str:

@@ -2,10 +2,11 @@
 
 The files ``failures/*.cfg`` contain the table. A section describes one failure; its name is the id. Failures
 of compilers are in known_issues.py, and flaws of single packages in known_flaws.py. ``flashlin why``,
-docs/troubleshooting.md and the tests read the table. A section has these fields, of which *prints*, *cause*,
-*fix* and *proof* are required:
+docs/troubleshooting.md and the tests read the table. A section has these fields, of which *cause*, *fix*,
+*proof* and one of *prints* and *asked* are required:
 
 - prints: the texts that the failure prints, one in each line, with ``...`` for parts that vary
+- asked: the words of questions that the entry answers, one question in each line
 - seen in: a text that the traceback must also contain, for texts that other programs print as well
 - general: ``yes`` if many failures print the same. It is reported only if no narrower failure is found
 - noise: ``yes`` for a warning that programs often print before another failure ends them
@@ -24,21 +25,25 @@ from pathlib import Path
 
 from flashlin.compat.known import EVERYWHERE, Known
 
-REQUIRED = {"prints", "cause", "fix", "proof"}
-FIELDS = REQUIRED | {"seen in", "general", "noise", "certain", "where", "in flashlin", "page"}
+REQUIRED = {"cause", "fix", "proof"}
+TEXTS = {"prints", "asked"}
+FIELDS = REQUIRED | TEXTS | {"seen in", "general", "noise", "certain", "where", "in flashlin", "page"}
 
 
 def _known(id: str, of: SectionProxy) -> Known:
-    if wrong := set(of) - FIELDS or REQUIRED - set(of):
+    if wrong := set(of) - FIELDS or REQUIRED - set(of) or (set() if TEXTS & set(of) else TEXTS):
         raise ValueError(f"{id}: got the fields {sorted(of)}, check {sorted(wrong)}; need {sorted(REQUIRED)}, "
                          f"and may have {sorted(FIELDS - REQUIRED)}")
 
     def said(field: str, default: str = "") -> str:
         return " ".join(of.get(field, default).split())
 
+    def texts(field: str) -> tuple[str, ...]:
+        return tuple(of[field].split("\n")) if field in of else ()
+
     return Known(
         id=id, effect=said("cause"), need=said("fix"), proof=said("proof"),
-        symptoms=tuple(of["prints"].split("\n")), seen_in=said("seen in"), url=said("page"),
+        symptoms=texts("prints"), asked=texts("asked"), seen_in=said("seen in"), url=said("page"),
         general=of.getboolean("general", False), noise=of.getboolean("noise", False),
         certain=of.getboolean("certain", False), cards=said("where", EVERYWHERE),
         handled=said("in flashlin", "it does not change this failure"))

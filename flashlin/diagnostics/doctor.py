@@ -9,6 +9,7 @@ The work is divided as follows: ``machine`` examines this machine, ``typical_pla
 """
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pkgutil import iter_modules
 from types import SimpleNamespace
@@ -318,3 +319,17 @@ def _machine_of(target: str | Target | None) -> Target:
         raise RuntimeError(f"target: this machine's devices cannot be read ({why}); name a target, for example "
                            "H100,triton=3.2.0")
     return next(iter(machine.targets.values()))
+
+
+def as_json(made: Plan) -> str:
+    """Return the facts of ``explain`` as JSON."""
+    return json.dumps({
+        "op": made.asked.op, "call": str(made.asked), "target": str(made.target), "path": made.path,
+        "way": typical_plans.way(made), "verdict": typical_plans.judged(made),
+        "cost": typical_plans.cost(made), "evidence": typical_plans.evidence([made]),
+        "steps": [{"code": reason.code, "because": str(reason), "forced": reason.forced, "remedy": remedy,
+                   "effect": REMEDIES[remedy].means, "exact": REMEDIES[remedy].exact}
+                  for reason, remedy in made.steps],
+        "refused": [str(reason) for reason in made.refused], "advice": advice(made) if made.refused else "",
+        "launches": [{**launch._asdict(), "tile": dict(launch.tile), "traits": sorted(launch.traits)}
+                     for launch in made.launches]}, indent=1)

@@ -29,7 +29,7 @@ from flashlin.compat.known import Flaw, Known, KnownIssue
 from flashlin.compat.known_failures import KNOWN_FAILURES
 from flashlin.compat.known_flaws import KNOWN_FLAWS
 from flashlin.compat.known_issues import KNOWN_ISSUES
-from flashlin.compat.target import CARDS
+from flashlin.compat.target import CARDS, Target, parse
 from flashlin.compat.traits import LACKING
 from flashlin.compat.versions import affected
 from flashlin.kernels.remedies import REMEDIES
@@ -66,6 +66,12 @@ RELEASE = re.compile(r"triton(?:==|-| version:? | )v?(3\.\d+(?:\.\d+)?)\b", re.I
 RAISED = re.compile(r"(?:^|[\s\]:)|])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)(?::|$)")
 WIDTH = 80
 ENOUGH = 3  # fewest words in common for a guess
+ASKED = "the answer to a question, not to the output of a program"
+QUESTION = re.compile(r"[A-Za-z0-9 ,'?!.-]+")  # output of programs has other characters
+LONGEST_QUESTION = 6  # most words of a question, without these
+FILLERS = frozenset((
+    "a", "an", "the", "is", "are", "my", "i", "get", "why", "do", "does", "how", "to", "in", "of", "on", "with",
+    "at", "so", "it", "has", "have", "when"))
 
 UNKNOWN = """No known failure prints this, so it may be new. What helps:
 
@@ -294,6 +300,13 @@ class Reading:
                     self._raised = place
                 place += len(" ".join(line.split())) + 1
 
+    def on(self, target: Target) -> Reading:
+        """Leave out what cannot occur on a target, instead of what the text names, and return this object."""
+        self._cards = {name for name, card in CARDS.items()
+                       if (card.capability, card.arch) == (target.capability, target.arch)}
+        self._tritons = {target.triton} if target.triton else self._tritons
+        return self
+
     def matches(self) -> list[Match]:
         """Return the failures that may have printed the text, the most likely ones first.
 
@@ -306,7 +319,8 @@ class Reading:
             found = [match for match in found if match.sure]
         for less in ("noise", "general"):
             found = [match for match in found if not getattr(match.failure, less)] or found
-        found = found or _part(self._short) or self._piece() or _words(self._error or self._last)
+        found = (found or [*_asked(self._short), *_part(self._short)] or self._piece()
+                 or _words(self._error or self._last))
         return sorted(found, key=self._unlikely)
 
     def _unlikely(self, match: Match) -> tuple[bool, bool, bool, bool, int]:
@@ -429,6 +443,18 @@ def _progress(stream: BinaryIO) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
+def _asked(plain: str) -> list[Match]:
+    """Return the failures that answer a question in plain words, those with the most words of it first."""
+    words = [word for word in re.findall(r"\w+", plain.casefold()) if word not in FILLERS]
+    if len(words) > LONGEST_QUESTION or not QUESTION.fullmatch(plain):
+        return []
+    found = [(len(wanted), known) for known in failures() for question in known.asked
+             if (wanted := set(question.casefold().split())) <= set(words)]
+    most = max((count for count, _ in found), default=0)
+    return [Match(known, False, ASKED)
+            for known in dict.fromkeys(known for count, known in found if count == most)]
+
+
 def _part(plain: str) -> list[Match]:
     """Return matches for a short text that is contained in a symptom, such as a word or two."""
     asked = plain.casefold()
@@ -476,22 +502,28 @@ def _words(line: str) -> list[Match]:
     return [match for count, match in found if count == best][:MOST]
 
 
-def why(failure: BaseException | str) -> str:
+def why(failure: BaseException | str, target: str | Target | None = None) -> str:
     """Return the known failures that print this text, as text.
 
     For each failure it says what is affected, what flashlin does, what to do without flashlin, and how
     certain the failure and the match are.
 
     Args:
-        failure: an exception, with its traceback and causes, or a text, such as one line or a whole log.
+        failure: an exception, with its traceback and causes, or a text, such as one line, a whole log, or a
+            question in plain words (``"why nan"``).
+        target: the GPU and the Triton of the failure, as for ``doctor``: ``"T4,triton=3.2"``. None reads them
+            from the text.
 
     Reads tables only: no GPU, no network, no import of torch or Triton. Raises TypeError for any other
-        argument.
+        failure, and ValueError for an unknown target.
     """
     if not isinstance(failure, (BaseException, str)):
         raise TypeError(f"failure: got {type(failure).__name__}, need an exception or a text")
     text = failure if isinstance(failure, str) else "".join(traceback.format_exception(failure))
-    return answer(matches(text))
+    reading = read_text(text)
+    if target is not None:
+        reading.on(parse(target) if isinstance(target, str) else target)
+    return answer(reading.matches())
 
 
 def as_json(found: list[Match]) -> str:
@@ -504,7 +536,9 @@ def answer(found: list[Match]) -> str:
     if not found:
         return UNKNOWN
     sure = [match for match in found if match.sure]
-    if not sure:
+    if found[0].because == ASKED:
+        head = "This answers the question. A log of the program gives a more exact answer."
+    elif not sure:
         head = "Not certain: the text alone does not identify it. Possible failures:"
     elif len(sure) == 1:
         head = "One known failure prints this."
