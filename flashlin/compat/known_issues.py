@@ -146,12 +146,11 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     _Narrow(
         id="hopper-narrow-state",
         effect="illegal access or silently wrong results: chunks of 64 tokens with a state of fewer than 64 "
-               "columns (with one stage) or fewer than 64 rows (with two stages); also fewer than 64 columns "
-               "with any number of stages, if a tensor does not begin at a multiple of 16 bytes, because its "
-               "loads do not overlap then (the chunk ops copy such tensors)",
+               "columns (with one stage, or any number of stages if a tensor does not begin at a multiple of 16 "
+               "bytes, which the chunk ops copy) or fewer than 64 rows (with two stages)",
         traits=trait_set("half_dot", "narrow_state"),
-        need="chunks of 32 tokens (in 3.6.0 fewer than 64 columns also work with two stages, and fewer than "
-             "64 rows with one stage but not with two; other releases have not been run)"),
+        need="chunks of 32 tokens (in 3.6.0 also two stages with fewer than 64 columns, or one with fewer than "
+             "64 rows)"),
     _Narrow(
         id="hopper-narrow-scores",
         effect="illegal access, or with 8 warps results that vary: scores of chunks of 64 tokens, from fewer "
