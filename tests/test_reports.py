@@ -58,13 +58,14 @@ def test_a_score_can_be_bad(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_answer_is_short_and_says_what_to_do() -> None:
     for known in KNOWN_FAILURES:
-        match = why.Match(known, True, f"it prints exactly this: {max(known.symptoms, key=len)!r}")
+        longest = max((*known.symptoms, *known.asked), key=len)
+        match = why.Match(known, True, f"it prints exactly this: {longest!r}")
         assert len(str(match).split()) <= LONGEST, known.id
-        assert known.effect and known.need and known.proof and known.symptoms, known.id
+        assert known.effect and known.need and known.proof, known.id
 
 
 @pytest.mark.parametrize(("text", "why"), [
-    ("[a]\nprints = x\ncause = y\nproof = z\n", "fix"),
+    ("[a]\nprints = x\ncause = y\nproof = z\n", "fix"), ("[a]\ncause = y\nfix = x\nproof = z\n", "asked"),
     ("[a]\nprint = x\nprints = x\ncause = y\nfix = z\nproof = z\n", "print'")])
 def test_a_section_with_a_wrong_or_missing_field_is_an_error(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="got no"):

@@ -38,10 +38,11 @@ python train.py 2>&1 | flashlin why
 The pages below list the same failures, with the messages in alphabetical order. The search of the site finds
 a piece of a message on all pages.
 """
-READING = """Search this page for a piece of your error. `...` marks a part of a message that varies.
-*fix*: what to do. *in flashlin*: what flashlin does about it in its own ops and in `flashlin.shield`. *where*: the GPUs and
-releases on which it occurs; if several failures print the same message, this tells which of them you have.
-*source*: the evidence for the failure, and a page about it.
+READING = """\
+Search this page for a piece of your error. `...` marks a part of a message that varies. *fix*: what to
+do. *in flashlin*: what flashlin does about it in its own ops and in `flashlin.shield`. *where*: the GPUs
+and releases on which it occurs; if several failures print the same message, this tells which of them you
+have. *source*: the evidence for the failure, and a page about it.
 """
 # Name of a page -> its title and contents. ``compilers`` and ``packages`` have the known issues and flaws.
 # Each other page has the failures of a file in flashlin/compat/failures.

@@ -70,8 +70,8 @@ ASKED = "the answer to a question, not to the output of a program"
 QUESTION = re.compile(r"[A-Za-z0-9 ,'?!.-]+")  # output of programs has other characters
 LONGEST_QUESTION = 6  # most words of a question, without these
 FILLERS = frozenset((
-    "a", "an", "the", "is", "are", "my", "i", "get", "why", "do", "does", "how", "to", "in", "of", "on", "with",
-    "at", "so", "it", "has", "have", "when"))
+    "a", "an", "the", "is", "are", "my", "i", "get", "why", "do", "does", "how", "to", "in", "of", "on",
+    "with", "at", "so", "it", "has", "have", "when"))
 
 UNKNOWN = """No known failure prints this, so it may be new. What helps:
 
