@@ -123,6 +123,7 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert codes.startswith("0 if") and all(f" {code} " in f" {codes} " for code in (1, 2))
 
 
+@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize(("target", "fail_on", "code"), [
     ("triton=3.6.0,sm=90", (), 0), ("triton=3.6.0,sm=90", ("--fail-on", "degraded"), 0),
     ("triton=3.2.0,sm=75", (), 0), ("triton=3.2.0,sm=75", ("--fail-on", "problem"), 0),

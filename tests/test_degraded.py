@@ -20,7 +20,7 @@ from tests.machines import H200, check, made, package, read, run
 COPIES, PLAIN = "a cast there and one back, twice the memory", "each step reads and writes GPU memory"
 
 
-pytestmark = pytest.mark.usefixtures("default_settings", "gpu_surroundings")
+pytestmark = pytest.mark.usefixtures("default_settings", "gpu_surroundings", "proven")
 
 
 # --- degraded ---
