@@ -63,7 +63,8 @@ ROLES: dict[str, tuple[str, torch.dtype]] = {
     "weight": ("D", BF16), "tokens": ("B T D", BF16), "taps": ("D 4", BF16), "cache": ("B D 4", BF16),
     # inputs as layers pass them: raw gates and logits, and the parameters of a gate
     "raw_g": ("B T HV", BF16), "raw_gk": ("B T HV D", BF16), "logits": ("B T HV", BF16),
-    "A_log": ("HV", FP32), "A_log_k": ("HV", FP32), "dt_bias": ("HV", FP32), "dt_bias_k": ("HV*D", FP32), "rwkv7_w": ("B T HV D", BF16),
+    "A_log": ("HV", FP32), "A_log_k": ("HV", FP32), "dt_bias": ("HV", FP32), "dt_bias_k": ("HV*D", FP32),
+    "rwkv7_w": ("B T HV D", BF16),
     "raw_dt": ("B T H", BF16), "skip": ("H", FP32), "dt_bias_h": ("H", FP32)}
 
 

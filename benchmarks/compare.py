@@ -61,9 +61,6 @@ def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> di
         row[what] = {"floor_ms": float(f"{least:.4g}"),
                      **{name: {"failed": why} for name, why in found.items() if isinstance(why, str)},
                      **timing.compared({name: of[what] for name, of in calls.items()}, rounds)}
-        for figures in row[what].values():
-            if isinstance(figures, dict) and "device_ms" in figures:
-                figures["share"] = float(f"{least / milliseconds(figures):.4g}")
     differences(row["forward"], {name: of["forward"] for name, of in calls.items()})
     return row
 
@@ -120,7 +117,8 @@ def told(row: dict[str, Any]) -> str:
             if "failed" in figures:
                 lines.append(f"  {what:8} {name:9} {figures['failed']}")
                 continue
-            parts = [f"{figures['device_ms']['median']:9.4f} ms", f"{100 * figures['share']:3.0f} % of floor",
+            share = row[what]["floor_ms"] / milliseconds(figures)
+            parts = [f"{figures['device_ms']['median']:9.4f} ms", f"{100 * share:3.0f} % of floor",
                      f"wall {figures['wall_ms']['median']:9.4f} ms"]
             if "launches" in figures:
                 parts.append(f"host {figures['launches']['median']:5.1f} launches")

@@ -284,8 +284,8 @@ def pages(folder: Path = RESULTS) -> dict[str, str]:
 
 
 SEVERAL = """\
-`benchmarks/context.py` measured one long sequence on one GPU, and split over several GPUs. *states*: each rank
-scans its own tokens, and the ranks exchange states (`process_group` or `cp_context`). *all-to-all*: the
+`benchmarks/context.py` measured one long sequence on one GPU, and split over several GPUs. *states*: each
+rank scans its own tokens, and the ranks exchange states (`process_group` or `cp_context`). *all-to-all*: the
 ranks exchange data, so that each has all tokens of some heads. *peak* is the memory of one GPU, with
 backward."""
 INVARIANT = """\
@@ -344,7 +344,8 @@ def _card_page(card: str, releases: dict[str, list[Row]]) -> str:
              "or if inputs are in the GPU's cache. *host*: Python time of a call, as a multiple of the time "
              "to launch one kernel with eight tensors in the same run. Lower is better. *memory*: peak "
              "above the memory in use before the call, with backward if the op has one. *output differs by*: "
-             "relative L2 distance from flashlin's output, where it was recorded. -: not measured, no backward, or the host waits for the GPU.")
+             "relative L2 distance from flashlin's output, where it was recorded. -: not measured, no "
+             "backward, or the host waits for the GPU.")
     lines: list[str] = []
     for release, rows in releases.items():
         lines += [f"## Triton {release}", "", _versions(rows), "", *everything(rows), ""]

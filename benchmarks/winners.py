@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 FIELDS = ("kwargs", "num_warps", "num_stages", "num_ctas", "maxnreg")
 USUAL = {"num_ctas": 1, "maxnreg": None}  # defaults, which the file leaves out
+# dtypes in the keys of tuners -> their short names in the file
+SHORT = {'"torch.bfloat16"': '"bf16"', '"torch.float32"': '"fp32"', '"torch.float16"': '"fp16"',
+         '"torch.int64"': '"int64"', '"torch.int32"': '"int32"'}
 
 
 class Tuned(NamedTuple):
@@ -48,7 +51,10 @@ class Winners:
     def _read(self) -> list[dict[str, Any]]:
         if not self.file.exists():
             return []
-        record = json.loads(self.file.read_text(encoding="utf-8"))
+        text = self.file.read_text(encoding="utf-8")
+        for dtype, short in SHORT.items():
+            text = text.replace(short, dtype)
+        record = json.loads(text)
         if record["made_by"] != self.made_by:
             print(f"{self.file.name}: for {record['made_by']}, this is {self.made_by}; all is tuned again",
                   flush=True)
@@ -86,6 +92,8 @@ class Winners:
         rows.sort(key=lambda row: (row["kernel"], str(row["key"])))
         self.file.parent.mkdir(parents=True, exist_ok=True)
         made_by, lines = json.dumps(self.made_by), ",\n ".join(map(compact, together(rows)))
+        for dtype, short in SHORT.items():
+            lines = lines.replace(dtype, short)
         self.file.write_text(f'{{"made_by": {made_by},\n"winners": {{\n {lines}\n}}}}\n', encoding="utf-8")
 
 

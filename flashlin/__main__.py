@@ -1,17 +1,18 @@
 """The command line: ``flashlin doctor``, ``explain``, ``run``, ``warmup`` and ``why``.
 
-``python -m flashlin`` is the same.
+``python -m flashlin`` is the same. The docstring of the function that runs a command is its help text. Such a
+function returns the report and the exit code.
 """
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout, suppress
-from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -32,31 +33,6 @@ and what to do.
 
 For options, examples and exit codes, see `flashlin doctor --help` and so on.
 """
-DOCTOR = """Shows in this order: the verdict, the devices of this machine, how calls of the
-ops run on it (by the plans that real calls follow), problems, and the one
-command that repairs or improves the machine. Works offline and read-only,
-except with --run, which compiles kernels. Works if torch or Triton is broken or
-missing.
-
-Doctor also reports if fla, transformers, mamba_ssm, causal_conv1d and kernels
-are installed. It imports each in a child process, all at the same time, for at
-most 60 seconds. With --op and --target it leaves them out.
-
-The first word is the verdict: ok, degraded (every op runs, but the GPU is not
-used, or is used at a cost), or broken. The lines have one of these states:
-
-  ok               runs in the usual way
-  worked around    a problem is avoided at no significant cost
-  degraded         a GPU that is not used, or runs plain torch or fp32 copies,
-                   with the cost; or another package that cannot be imported,
-                   is slow here, or fails
-  problem          does not run, or may be wrong
-  could not check  unknown
-
-Exit code: 0 if every op runs and nothing is known to be wrong (ok, degraded), 1
-if not (broken, and with --fail-on degraded also degraded), 2 for a mistake in
-the arguments or output that cannot be written.
-"""
 DOCTOR_EXAMPLES = """examples:
   flashlin doctor                              this machine
   flashlin doctor --run                        also run small cases of every op
@@ -70,14 +46,6 @@ DOCTOR_EXAMPLES = """examples:
                                                user names, tokens or UUIDs
   flashlin doctor --json | jq .status
 """
-EXPLAIN = """Shows the decision trail of one call: the problems that the call has on a
-machine, and how flashlin avoids each of them. A size that is not given is the
-size of the op's typical calls.
-
-Exit code: 0 if there is an answer, even if the call cannot run; 1 if flashlin
-cannot be loaded; 2 for a mistake in the arguments or output that cannot be
-written.
-"""
 EXPLAIN_EXAMPLES = """examples:
   flashlin explain chunk_gla                   training in bfloat16, here
   flashlin explain chunk_gla --dtype fp16 -B 4 -T 4096 -K 256
@@ -86,14 +54,6 @@ EXPLAIN_EXAMPLES = """examples:
                                                chunk_gated_delta_rule
   flashlin explain simple_gla -T 1 -B 64 --no-grad      decoding: which mode?
 """
-RUN = """Runs a program as `python program.py ...` would, with flashlin in the packages
-that it imports. flashlin's functions replace theirs, also in the Python
-processes that the program starts. At the end, a summary on stderr lists the
-replaced functions and the kernels that ran in all these processes.
-
-Exit code: the program's; 1 if flashlin cannot be loaded; 2 for a mistake in the
-arguments.
-"""
 RUN_EXAMPLES = """examples:
   flashlin run train.py --lr 1e-3
   flashlin run --patch fla,transformers train.py
@@ -101,34 +61,10 @@ RUN_EXAMPLES = """examples:
   flashlin run torchrun --nproc-per-node 8 train.py
   flashlin run -m my.program --lr 1e-3
 """
-WARMUP = """Runs a small case of each op on the GPU in child processes, forward and
-backward, twice, and compares it with float64. The compiled kernels stay in
-Triton's cache, and planning uses the results from then on. This is useful after
-an update of Triton or the driver, for a release that has not been tested yet,
-and before a job on many GPUs starts.
-
-An AMD GPU runs plain torch until the results of warmup are right there. After
-that, the tested ops, dtypes and head sizes run kernels. These kernels have not
-been run on AMD yet, and a kernel that hangs may freeze the desktop: save your
-work first. On AMD the cases run one at a time, and the command ends at a hang.
-
-Exit code: 0 if all results are right; 1 if one is wrong (planning then avoids
-it) or could not be tested; 2 for a mistake in the arguments, a device that
-torch cannot use or output that cannot be written.
-"""
 WARMUP_EXAMPLES = """examples:
   flashlin warmup                    every op in bfloat16, heads of 64 and 128
   flashlin warmup --op chunk_gla --dtype bf16 --dtype fp32 --head-dim 256
   flashlin warmup --forget --op chunk_gla     delete the stored results
-"""
-WHY = """Shows at most three known failures that print this text, the most likely first:
-the cause, the fix, what flashlin does, where it occurs, and how certain it is.
-Works offline and launches nothing: it reads tables that are part of flashlin.
-Without a text it reads standard input: a log of any size, in UTF-8 or UTF-16.
-It also answers short questions in plain words, such as: why nan.
-
-Exit code: 0 if a known failure prints it or may print it, 1 if none does, 2 for
-a mistake in the arguments or output that cannot be written.
 """
 WHY_EXAMPLES = """examples:
   flashlin why "IndexError: map::at"
@@ -182,8 +118,11 @@ def parser() -> Parser:
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
                      help="versions of flashlin, torch and Triton")
     commands = top.add_subparsers(dest="command", metavar="doctor | explain | run | warmup | why")
-    command = partial(commands.add_parser, formatter_class=plain)
-    doctor = command("doctor", description=DOCTOR, epilog=DOCTOR_EXAMPLES)
+
+    def command(name: str, examples: str) -> Any:
+        about = inspect.getdoc({**COMMANDS, "run": run_program}[name])
+        return commands.add_parser(name, description=about, epilog=examples, formatter_class=plain)
+    doctor = command("doctor", DOCTOR_EXAMPLES)
     doctor.add_argument("--run", action="store_true",
                         help="run small cases of every op, forward and backward, in a child process")
     doctor.add_argument("--target", metavar="FACTS", help=TARGET)
@@ -194,7 +133,7 @@ def parser() -> Parser:
     style.add_argument("--verbose", action="store_true", help="show every op, check and known issue")
     style.add_argument("--json", action="store_true", help="JSON on stdout")
     style.add_argument("--markdown", action="store_true", help="Markdown on stdout, folded for an issue")
-    explain = command("explain", description=EXPLAIN, epilog=EXPLAIN_EXAMPLES)
+    explain = command("explain", EXPLAIN_EXAMPLES)
     explain.add_argument("op", help="a public op, such as chunk_simple_gla, or the short name of its layer: "
                                     "gdn, kda, deltanet, gla, mamba2, retnet, rwkv7 ...")
     explain.add_argument("--target", metavar="FACTS", help=TARGET)
@@ -213,7 +152,7 @@ def parser() -> Parser:
                          help="ranks that share each sequence, T tokens on each (process_group)")
     explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has a choice")
     explain.add_argument("--json", action="store_true", help="JSON on stdout")
-    program = command("run", description=RUN, epilog=RUN_EXAMPLES)
+    program = command("run", RUN_EXAMPLES)
     program.add_argument("--patch", metavar="NAMES",
                          help="packages, separated by commas (default: FLASHLIN_PATCH, else all installed ones)")
     program.add_argument("--quiet", action="store_true", help="print no summary at the end")
@@ -221,7 +160,7 @@ def parser() -> Parser:
     program.add_argument("program", nargs=argparse.PARSER,
                          help="a file, a console script such as torchrun, or with -m a module; then its "
                               "arguments")
-    warm = command("warmup", description=WARMUP, epilog=WARMUP_EXAMPLES)
+    warm = command("warmup", WARMUP_EXAMPLES)
     warm.add_argument("--op", action="append", default=[], metavar="NAME",
                       help="only this op (repeatable; default: all)")
     warm.add_argument("--dtype", action="append", default=[],
@@ -235,7 +174,7 @@ def parser() -> Parser:
     warm.add_argument("--forget", action="store_true",
                       help="run nothing, and delete the results of this machine (for --op, or all)")
     warm.add_argument("--json", action="store_true", help="JSON on stdout")
-    ask = command("why", description=WHY, epilog=WHY_EXAMPLES)
+    ask = command("why", WHY_EXAMPLES)
     ask.add_argument("text", nargs="*", help="the printed text, or a question in plain words; standard input "
                                              "if none is given")
     ask.add_argument("--target", metavar="FACTS", help="the GPU and the Triton of the failure, such as "
@@ -324,7 +263,33 @@ def report(command: str, arguments: dict[str, Any]) -> int:
 
 
 def doctor(fail_on: Any, json: bool, markdown: bool, verbose: bool, **given: Any) -> tuple[str, int]:
-    """Return the text and the exit code of ``flashlin doctor``."""
+    """Show what works on this machine, and the one command that repairs the rest.
+
+    The report has the verdict, the devices of this machine, how calls of the ops
+    run on it (by the plans that real calls follow), problems, and the command. It
+    works offline and read-only, except with --run, which compiles kernels. It
+    works if torch or Triton is broken or missing.
+
+    Doctor also reports if fla, transformers, mamba_ssm, causal_conv1d and kernels
+    are installed. It imports each in a child process, all at the same time, for at
+    most 60 seconds. With --op and --target it leaves them out.
+
+    The first word is the verdict: ok, degraded (every op runs, but the GPU is not
+    used, or is used at a cost), or broken. The lines have one of these states:
+
+      ok               runs in the usual way
+      worked around    a problem is avoided at no significant cost
+      degraded         a GPU that is not used, runs plain torch or fp32 copies, or
+                       runs kernels that were never tested on such a GPU or spill
+                       registers, with the cost; or another package that cannot
+                       be imported, is slow here, or fails
+      problem          does not run, or may be wrong
+      could not check  unknown
+
+    Exit code: 0 if every op runs and nothing is known to be wrong (ok, degraded), 1
+    if not (broken, and with --fail-on degraded also degraded), 2 for a mistake in
+    the arguments or output that cannot be written.
+    """
     report = load("diagnostics.doctor").diagnose(None, **given, import_all=True)
     text = (report.model_dump_json(indent=2) if json else report.markdown() if markdown
             else report.text(verbose, colour=coloured(sys.__stdout__)))
@@ -339,7 +304,22 @@ def coloured(out: Any) -> bool:
 
 def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, json: bool,
            **given: Any) -> tuple[str, int]:
-    """Return the text and the exit code of ``flashlin warmup``."""
+    """Run a small case of each op on the GPU, and compare it with float64.
+
+    Each case runs forward and backward, twice, in a child process. The compiled
+    kernels stay in Triton's cache, and planning uses the results from then on.
+    This is useful after an update of Triton or the driver, for a release that
+    has not been tested yet, and before a job on many GPUs starts.
+
+    An AMD GPU runs plain torch until the results of warmup are right there. After
+    that, the tested ops, dtypes and head sizes run kernels. These kernels have not
+    been run on AMD yet, and a kernel that hangs may freeze the desktop: save your
+    work first. On AMD the cases run one at a time, and the command ends at a hang.
+
+    Exit code: 0 if all results are right; 1 if one is wrong (planning then avoids
+    it) or could not be tested; 2 for a mistake in the arguments, a device that
+    torch cannot use or output that cannot be written.
+    """
     from json import dumps
 
     trial, verdicts = load("trial.warmup"), load("guards.local_results")
@@ -365,13 +345,32 @@ def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, j
 
 
 def explain(op: str, json: bool, **given: Any) -> tuple[str, int]:
-    """Return the text and the exit code of ``flashlin explain``."""
+    """Show how one call runs, and why.
+
+    The answer has the problems that the call has on a machine, and how flashlin
+    avoids each of them. A size that is not given is the size of the op's
+    typical calls.
+
+    Exit code: 0 if there is an answer, even if the call cannot run; 1 if flashlin
+    cannot be loaded; 2 for a mistake in the arguments or output that cannot be
+    written.
+    """
     doctor = load("diagnostics.doctor")
     return (doctor.as_json(doctor.plan(op, **given)) if json else doctor.explain(op, **given)), 0
 
 
 def why(text: list[str], json: bool, target: str | None) -> tuple[str, int]:
-    """Return the text and the exit code of ``flashlin why``."""
+    """Show at most three known failures that print this text.
+
+    The most likely one comes first, with its cause, the fix, what flashlin does,
+    where it occurs, and how certain it is. The command works offline and
+    launches nothing: it reads tables that are part of flashlin. Without a text
+    it reads standard input: a log of any size, in UTF-8 or UTF-16. It also
+    answers short questions in plain words, such as: why nan.
+
+    Exit code: 0 if a known failure prints it or may print it, 1 if none does, 2 for
+    a mistake in the arguments or output that cannot be written.
+    """
     known = load("diagnostics.why")
     piped = not text and sys.stdin is not None and not sys.stdin.isatty()
     reading = known.read(sys.stdin.buffer) if piped else known.read_text(" ".join(text))
@@ -383,11 +382,15 @@ def why(text: list[str], json: bool, target: str | None) -> tuple[str, int]:
 
 
 def run_program(patch: str | None, program: list[str], **how: Any) -> int:
-    """Run ``flashlin run``. This process exits with the program's exit code.
+    """Run a program with flashlin in the packages that it imports.
 
-    flashlin prints nothing to stdout, which belongs to the program.
+    The program runs as with `python program.py ...`. flashlin's functions replace
+    theirs, also in the Python processes that the program starts. At the end, a
+    summary on stderr lists the replaced functions and the kernels that ran in
+    all these processes.
 
-    patch: names of the packages to patch, or None for the default.
+    Exit code: the program's; 1 if flashlin cannot be loaded; 2 for a mistake in the
+    arguments.
     """
     try:
         with redirect_stdout(sys.stderr):

@@ -166,7 +166,7 @@ class Verdict(Facts):
     """The result of one item of a layer: the import, a case in the interpreter, or a case on the torch path."""
     layer: Layer
     name: str
-    ok: bool
+    ok: bool = True
     detail: str = ""
 
 

@@ -39,7 +39,7 @@ class Count(NamedTuple):
 def table(every: Iterable[CellState]) -> list[str]:
     states = [state for state in every if state.plain.outcomes]
     return ["## Counts", "",
-            "Main kernels are those of one op of each family, forward and backward, in 16 bits, with "
+            "Main kernels belong to one op of each family, forward and backward, in 16 bits, with "
             f"heads of 64, 128 and 256. The table counts kernels with {GIVEN_UP} registers a thread, "
             "for which the assembler fails to allocate registers. It also counts kernels that spill "
             f"more than {SPILLS:,} and more than {MANY:,} bytes a thread. Each cell shows two "

@@ -298,7 +298,8 @@ def _legend(matrix: Matrix) -> str:
     """Return the sentences that say which GPUs and releases are required."""
     rest = [one.name for one in matrix.card if one.kind != "gate"]
     rest += [f"Triton {one.triton}" for one in matrix.tritons if one.kind != "gate"]
-    return ("A GPU or a release is *required* if a failure there fails the tests of flashlin. On *informational* ones, "
+    return ("A GPU or a release is *required* if a failure there fails the tests of flashlin. On "
+            "*informational* ones, "
             f"failures are listed, but allowed. These are informational: {', '.join(rest)}. All others "
             "are required.")
 

@@ -355,7 +355,7 @@ def test_the_command_measures_the_calls_of_layers_alone(which: str, layers: list
 
 def figures(ms: float, **more: Any) -> dict[str, Any]:
     return {"how": "graph", "device_ms": {"median": ms, "low": ms, "high": ms}, "wall_ms": {"median": ms + 1},
-            "share": 0.25, **more}
+            **more}
 
 
 def row(op: str = "chunk_gla", layer: str = "", **others: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # The upper bound of each metric, set to its value at that time. Lower the bound after an improvement.
 FIGURES = {"root files": 7, "custom ops": 3, "positional": 0, "undocumented": 0, "fp32": 4,
-           "releases": 9, "width": 0.3, "run files": 4, "import cycles": 0, "code lines": 36_000,
+           "releases": 9, "width": 0.3, "run files": 4, "import cycles": 0, "code lines": 35_500,
            "questions": 20, "private share": 8, "long sentences": 10, "words": 20, "large documents": 0}
 STEPS = {"forward": 37, "forward with gradients": 37, "backward": 22}
 WALKS = {"a known issue": 4, "a remedy": 3, "a check": 1, "a limit": 1, "a scalar": 5, "a tensor": 6,

@@ -23,8 +23,8 @@ def test_enough_reports_are_answered_and_hardly_any_wrongly(name: str) -> None:
 def test_too_few_answers_or_a_wrong_one_are_noticed(monkeypatch: pytest.MonkeyPatch,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     good, missing, wrong = Score([], 1, False), Score([["a"]], 1, False), Score([["a"]], 1, True)
-    assert is_enough("corpus", [good] * 9 + [missing]) and not is_enough("corpus", [good] * 4 + [missing])
-    assert not is_enough("corpus", [good] * 9 + [wrong])
+    assert is_enough("corpus", [good] * 19 + [missing]) and not is_enough("corpus", [good] * 18 + [missing])
+    assert not is_enough("corpus", [good] * 19 + [wrong])
     monkeypatch.setattr(sys, "argv", ["report_scores", "--failed", "corpus"])
     monkeypatch.setattr(why, "matches", lambda text: [])
     assert main() == 1

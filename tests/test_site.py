@@ -18,7 +18,7 @@ import flashlin.backends
 import flashlin.mamba
 import flashlin.modules
 import flashlin.serving
-from tools import build_site, setup_env
+from tools import build_site, documents, setup_env
 
 ROOT = build_site.ROOT
 CONFIG = (ROOT / "zensical.toml").read_text(encoding="utf-8")
@@ -31,8 +31,9 @@ needs_zensical = pytest.mark.skipif(bool(build_site.missing()), reason=build_sit
 # --- the nav ---
 
 def test_every_page_is_in_the_nav_once() -> None:
-    pages = sorted(page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md"))
-    assert sorted(re.findall(r'= "([\w./-]+\.md)"', CONFIG)) == pages
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")}
+    made = set(documents.troubleshooting())  # only the index is in the repository
+    assert sorted(re.findall(r'= "([\w./-]+\.md)"', CONFIG)) == sorted(pages | made)
 
 
 # --- the reference ---
@@ -89,6 +90,7 @@ def test_the_site_builds_and_loads_nothing_from_other_hosts(tmp_path: Path) -> N
     assert (tmp_path / "build" / "site" / "site.css").is_file()
     pages = [page.read_text(encoding="utf-8") for page in (tmp_path / "build" / "site").glob("**/*.html")]
     loaded = [tag for page in pages for tag in re.findall(r"<(?:script|img|iframe)\b[^>]*\bsrc=[^>]*>|<link\b[^>]*>", page)]
+    assert (tmp_path / "build" / "site" / "troubleshooting" / "builds.html").is_file()
     assert len(pages) > 40 and loaded and not [tag for tag in loaded if "//" in tag]
 
 

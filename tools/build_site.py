@@ -29,8 +29,19 @@ def missing() -> str:
     return "zensical is not installed; pip install -e '.[docs]' installs it"
 
 
+def add_failures(root: Path) -> None:
+    """Write the pages on known failures into docs/, where git ignores them, if docs/ has their index."""
+    if (root / "docs" / "troubleshooting.md").exists():
+        from tools import documents
+        for name, text in documents.troubleshooting().items():
+            path = root / "docs" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+
 def build(root: Path) -> tuple[int, str]:
     """Build the site of a checkout from scratch, and return (exit code, messages without tracebacks)."""
+    add_failures(root)
     ran = subprocess.run(python("zensical", "build", "--strict", "--clean"), cwd=root, text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
                          env={**os.environ, "NO_COLOR": "1"})

@@ -35,8 +35,8 @@ flashlin why "IndexError: map::at"
 python train.py 2>&1 | flashlin why
 ```
 
-The pages below list the same failures, with the messages in alphabetical order. The search of the site finds
-a piece of a message on all pages.
+The site that `make docs` builds lists the same failures on one page for each group, with the messages in
+alphabetical order. Its search finds a piece of a message on all pages.
 """
 READING = """\
 Search this page for a piece of your error. `...` marks a part of a message that varies. *fix*: what to
@@ -85,10 +85,13 @@ def groups() -> dict[str, list[Known]]:
 
 
 def troubleshooting() -> dict[str, str]:
-    """Return the index and the pages on known failures, by their path in docs/."""
+    """Return the index and the pages on known failures, by their path in docs/.
+
+    Only the index is in the repository. ``tools.build_site`` writes the pages before it builds the site.
+    """
     found = groups()
-    index = table(("page", "failures", "contents"), [
-        (f"[{title}](troubleshooting/{group}.md)", str(len(found[group])), said)
+    index = table(("page of the site", "failures", "contents"), [
+        (f'<a href="troubleshooting/{group}.html">{title}</a>', str(len(found[group])), said)
         for group, (title, said) in GROUPS.items()])
     return {"troubleshooting.md": "\n".join([ABOUT, *index, "", LAST]),
             **{f"troubleshooting/{group}.md": of_group(title, found[group])
@@ -274,7 +277,8 @@ def written() -> dict[Path, str]:
 
     A plot without records is not written.
     """
-    texts = {DOCS / name: text for name, text in {**troubleshooting(), "migration.md": migration()}.items()}
+    index = "troubleshooting.md"
+    texts = {DOCS / index: troubleshooting()[index], DOCS / "migration.md": migration()}
     texts.update({DOCS / "benchmarks" / name: text for name, text in report.pages().items()})
     texts.update({ROOT / name: page(name) for name in dict.fromkeys(one.page for one in SECTIONS.values())})
     return {**texts, **{place: text for place, make in PICTURES.items() if (text := make())}}

@@ -20,49 +20,31 @@ docs/troubleshooting.md and the tests read the table. A section has these fields
 """
 from __future__ import annotations
 
-from configparser import ConfigParser, SectionProxy
 from pathlib import Path
 
+from flashlin.compat.entries import Entry, entries
 from flashlin.compat.known import EVERYWHERE, Known
 
-REQUIRED = {"cause", "fix", "proof"}
-TEXTS = {"prints", "asked"}
-FIELDS = REQUIRED | TEXTS | {"seen in", "general", "noise", "certain", "where", "in flashlin", "page"}
+REQUIRED, TEXTS = {"cause", "fix", "proof"}, {"prints", "asked"}
+OPTIONAL = TEXTS | {"seen in", "general", "noise", "certain", "where", "in flashlin", "page"}
 
 
-def _known(id: str, of: SectionProxy) -> Known:
-    if wrong := set(of) - FIELDS or REQUIRED - set(of) or (set() if TEXTS & set(of) else TEXTS):
-        raise ValueError(f"{id}: got the fields {sorted(of)}, check {sorted(wrong)}; need {sorted(REQUIRED)}, "
-                         f"and may have {sorted(FIELDS - REQUIRED)}")
-
-    def said(field: str, default: str = "") -> str:
-        return " ".join(of.get(field, default).split())
-
-    def texts(field: str) -> tuple[str, ...]:
-        return tuple(of[field].split("\n")) if field in of else ()
-
+def _known(one: Entry) -> Known:
+    if not TEXTS & set(one.of):
+        raise ValueError(f"{one.id}: got the fields {sorted(one.of)}, need one of {sorted(TEXTS)}")
     return Known(
-        id=id, effect=said("cause"), need=said("fix"), proof=said("proof"),
-        symptoms=texts("prints"), asked=texts("asked"), seen_in=said("seen in"), url=said("page"),
-        general=of.getboolean("general", False), noise=of.getboolean("noise", False),
-        certain=of.getboolean("certain", False), cards=said("where", EVERYWHERE),
-        handled=said("in flashlin", "it does not change this failure"))
+        id=one.id, effect=one.said("cause"), need=one.said("fix"), proof=one.said("proof"),
+        symptoms=one.lines("prints"), asked=one.lines("asked"), seen_in=one.said("seen in"),
+        url=one.said("page"), general=one.yes("general"), noise=one.yes("noise"), certain=one.yes("certain"),
+        cards=one.said("where", EVERYWHERE), handled=one.said("in flashlin", "it does not change this failure"))
 
 
 def load(folder: Path) -> tuple[Known, ...]:
     """Return the failures of all files in a folder, in the order of the names of the files.
 
-    Raises ValueError for a section with an unknown or a missing field. Raises FileNotFoundError if the folder
-    has no such file, for example because a package was built without its data.
+    Raises ValueError and FileNotFoundError as ``entries`` does.
     """
-    files = sorted(folder.glob("*.cfg"))
-    if not files:
-        raise FileNotFoundError(f"{folder}: got no *.cfg files, need those of flashlin; install it again")
-    parser = ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",),
-                          empty_lines_in_values=False)
-    for path in files:
-        parser.read_string(path.read_text(encoding="utf-8"), str(path))
-    return tuple(_known(id, parser[id]) for id in parser.sections())
+    return tuple(map(_known, entries(sorted(folder.glob("*.cfg")), REQUIRED, OPTIONAL)))
 
 
 KNOWN_FAILURES: tuple[Known, ...] = load(Path(__file__).with_name("failures"))

@@ -58,9 +58,9 @@ def doctor(
             from, and what flashlin plans for them on the device of the weights. Without a batch, the model is
             neither run nor changed.
         batch: arguments of the model: a mapping of keywords, a tuple or list, or one argument. doctor then runs
-            one forward and one backward in debug mode, and reports the first layer, op, tensor, token and head
+            one forward and one backward in debug mode. It reports the first layer, op, tensor, token and head
             with a value that is not finite, and inputs with which the state of an op grows. The gradients
-            and torch's random state are restored. See docs/guides/diagnose.md for the cost.
+            and torch's random state are restored. docs/guides/diagnose.md explains the cost.
         run: also run small cases of every op, forward and backward, in a child process, and compare them with
             the float64 reference.
         target: plan for another machine instead: ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"`` or a ``Target``.

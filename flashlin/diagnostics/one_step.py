@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from flashlin import policy
 from flashlin.diagnostics.report import Check, line
-from flashlin.guards import numerics
+from flashlin.ops._common import numerics
 
 
 def one_step(model: nn.Module, batch: Any) -> Iterator[Check]:
@@ -21,31 +22,30 @@ def one_step(model: nn.Module, batch: Any) -> Iterator[Check]:
     """
     names = {module: name or "(the model)" for name, module in model.named_modules()}
     before, running = {one: one.grad for one in model.parameters()}, [""]
-    for one in before:
-        one.grad = None  # backward adds to an existing gradient in place
 
     def enter(module: nn.Module, given: Any) -> None:
-        _check(given, f"the input of layer {names[module]}", "code before this layer made it")
+        _check(f"the input of layer {names[module]}", "code before this layer made it", given)
         running.append(names[module])
         numerics.own.layer = running[-1]
 
     def leave(module: nn.Module, given: Any, made: Any) -> None:
         running.pop()
         numerics.own.layer = running[-1]
-        _check(made, f"the output of layer {names[module]} ({type(module).__name__})", "its input is finite")
+        _check(f"the output of layer {names[module]} ({type(module).__name__})", "its input is finite", made)
+        what = f"the gradient that arrives at the output of layer {names[module]}"
         for x in _floats(made):
             if x.requires_grad and x.grad_fn is not None:
                 hooked: Any = x
-                hooked.register_hook(lambda gradient, name=names[module]: _check(
-                    gradient, f"the gradient that arrives at the output of layer {name}",
-                    "the code after this layer made it"))
+                hooked.register_hook(partial(_check, what, "the code after this layer made it"))
     hooks = [hook for module in names for hook in (module.register_forward_pre_hook(enter),
                                                    module.register_forward_hook(leave))]
-    devices = {one.device for one in model.parameters() if one.is_cuda}
+    devices = {one.device for one in before if one.is_cuda}
     with (warnings.catch_warnings(record=True) as caught, torch.random.fork_rng(devices),
           policy.settings(debug=True)):
         warnings.simplefilter("always", numerics.NumericsWarning)
         try:
+            for one in before:
+                one.grad = None  # backward adds to an existing gradient in place
             made = (model(**batch) if isinstance(batch, Mapping) else
                     model(*batch) if isinstance(batch, (tuple, list)) else model(batch))
             loss = getattr(made, "loss", None)
@@ -70,17 +70,15 @@ def one_step(model: nn.Module, batch: Any) -> Iterator[Check]:
 
 def _floats(made: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors in tuples, lists, mappings and outputs of transformers."""
-    if isinstance(made, Tensor):
-        if made.is_floating_point():
-            yield made
-    elif isinstance(made, (Mapping, tuple, list)):
-        for one in made.values() if isinstance(made, Mapping) else made:
-            yield from _floats(one)
+    if isinstance(made, Tensor) and made.is_floating_point():
+        yield made
+    for one in made.values() if isinstance(made, Mapping) else made if isinstance(made, (tuple, list)) else ():
+        yield from _floats(one)
 
 
-def _check(made: Any, what: str, why: str) -> None:
+def _check(what: str, why: str, made: Any) -> None:
     for x in _floats(made):
         if (wrong := ~torch.isfinite(x.detach())).any():
             index = wrong.nonzero()[0].tolist()
-            raise FloatingPointError(f"{what} is {x.detach()[tuple(index)].item()} at index {index} of "
+            raise FloatingPointError(f"{what} is {x.detach()[wrong][0].item()} at index {index} of "
                                      f"{list(x.shape)}: {why}")

@@ -250,18 +250,8 @@ def check_bounds(edges: list[int], T: int) -> None:
                          "the packed tensor")
 
 
-def check_state(
-    name: str,
-    state: torch.Tensor,
-    N: int,
-    H: int,
-    K: int,
-    V: int,
-    v_first: bool,
-    device: torch.device,
-    packed: bool,
-    first: str = "q",
-) -> None:
+def check_state(name: str, state: torch.Tensor, N: int, H: int, K: int, V: int, v_first: bool,
+                device: torch.device, packed: bool, first: str = "q") -> None:
     """Raise TypeError or ValueError unless state is [N, H, K, V], or [N, H, V, K] with ``v_first``.
 
     packed: the sequences are packed, so that a wrong number of states has its own message.
@@ -277,17 +267,8 @@ def check_state(
     need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), meaning, device, first)
 
 
-def check_pool(
-    name: str,
-    pool: torch.Tensor | None,
-    N: int | None,
-    H: int,
-    K: int,
-    V: int,
-    v_first: bool,
-    device: torch.device,
-    because: str,
-) -> None:
+def check_pool(name: str, pool: torch.Tensor | None, N: int | None, H: int, K: int, V: int, v_first: bool,
+               device: torch.device, because: str) -> None:
     """Raise TypeError or ValueError unless pool is a tensor of states that an op can overwrite.
 
     Its shape is [N, H, K, V], or [N, H, V, K] with ``v_first``; N may be None for any number of states. Each

@@ -16,6 +16,7 @@ from flashlin.__main__ import Unloadable
 from flashlin.compat.target import parse
 from flashlin.guards.plan_types import Problem, UnsupportedError
 from flashlin.integrations.on_a_cpu import NoCpuVersion
+from flashlin.ops._common.numerics import NumericsWarning
 from flashlin.policy import Policy
 from flashlin.testing.environments import NotInstallable
 
@@ -30,6 +31,7 @@ def refusal(op: str = "chunk_simple_gla") -> UnsupportedError:
 EXAMPLES: dict[str, Exception] = {"UnsupportedError": refusal(),
                                   "NotInstallable": NotInstallable("pip: no wheel"),
                                   "NoCpuVersion": NoCpuVersion("Attention cannot run this call on a CPU"),
+                                  "NumericsWarning": NumericsWarning("chunk_gla: got g of 0.5"),
                                   "Unloadable": Unloadable("flashlin cannot be loaded")}
 
 

@@ -236,17 +236,11 @@ QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")),
 STATE = {False: Argument(("N", "HV", "K", "V"), wide=True), True: Argument(("N", "HV", "V", "K"), wide=True)}
 
 
-def run_chunked(
-    family: Chunked,
-    request: Request,
-    tensors: tuple[Tensor | None, ...],
-    *,
-    out_dtype: torch.dtype | None = None,
-    grouped: bool = False,
-    called: Mapping[str, str] | None = None,
-    run: Callable[[Any, Scalars], tuple[Tensor, Tensor]] | None = None,
-    **own: Any,
-) -> tuple[Tensor, Tensor | None]:
+def run_chunked(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...], *,
+                out_dtype: torch.dtype | None = None, grouped: bool = False,
+                called: Mapping[str, str] | None = None,
+                run: Callable[[Any, Scalars], tuple[Tensor, Tensor]] | None = None,
+                **own: Any) -> tuple[Tensor, Tensor | None]:
     """Check and run a call of a chunked op, and return (o, final state or None).
 
     tensors: the family's tensors, in its order.

@@ -39,8 +39,8 @@ from flashlin import policy
 from flashlin.compat.launch_cache import TENSORS
 from flashlin.compat.suggestions import keywords_of
 from flashlin.compat.tracing import transformed
-from flashlin.guards import numerics
 from flashlin.guards.tensors import no_unknown, resolved
+from flashlin.ops._common import numerics
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -92,16 +92,9 @@ def flags_of(*always: str, bound: float | None = None, **options: bool) -> tuple
     return (*always, *[f"bound:{bound}"] * (bound is not None), *chosen)
 
 
-def run_recurrent(
-    op: str,
-    x: Inputs,
-    flags: tuple[str, ...] = (),
-    scale: float | None = None,
-    has_ht: bool = False,
-    indices: Tensor | None = None,
-    in_place: bool = False,
-    called: Mapping[str, str] | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def run_recurrent(op: str, x: Inputs, flags: tuple[str, ...] = (), scale: float | None = None,
+                  has_ht: bool = False, indices: Tensor | None = None, in_place: bool = False,
+                  called: Mapping[str, str] | None = None) -> tuple[Tensor, Tensor | None]:
     """Check and run a token-by-token call, and return (o in v's dtype, final state or None).
 
     x.bounds: cu_seqlens as the user passed them.

@@ -25,10 +25,10 @@ INFINITE = (*DECAYS, "logits")  # -inf is valid: it forgets everything, or masks
 SLACK = 0.05  # by rounding to 16 bits, a key of length 1 and a rate of 2 may be larger by this
 STATES = ("initial_state", "initial_states", "state", "final state")
 BY_CHANNEL = ("conv_window", "selective")  # families with the layout [B, D, T]
+UPSTREAM = "the layer or the parameter that made it went wrong first"
 NARROW = "the incoming gradient is finite; clip the inputs, or compute this layer in float32"
 LATER = ("a later layer or the loss made it. A GradScaler makes inf on purpose; in debug mode, lower its "
          "init_scale")
-ORDINALS = tuple(f"{word} output" for word in ("third", "fourth", "fifth", "sixth"))
 R = TypeVar("R")
 
 
@@ -59,38 +59,42 @@ def watched(function: Callable[..., R], run: Callable[..., R], args: Any, kwargs
     NumericsWarning about inputs with which the state grows. A call that is captured in a CUDA graph is not
     checked, because its values do not exist yet.
     """
-    op, signature = function.__name__, inspect.signature(function)
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return run(*args, **kwargs)
     own.busy = True
     try:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return run(*args, **kwargs)
         try:
-            given = signature.bind(*args, **kwargs)
+            given = inspect.signature(function).bind(*args, **kwargs)
         except TypeError:
             return run(*args, **kwargs)  # raises a better message
-        check = partial(_check, op, f"{op} in layer {own.layer}" if own.layer else op)
+        op = function.__name__
+        called = f"{op} in layer {own.layer}" if own.layer else op
         inputs = dict(_readable(given.arguments.items()))
         for name, x in inputs.items():
-            check(name, f"input {name}", "the layer or the parameter that made it went wrong first", x)
+            _check(op, called, name, f"input {name}", UPSTREAM, x)
         growth = [*_growing(op, given.arguments)] if op in PUBLIC else []
         for said in growth:
-            warnings.warn(f"{check.args[1]}: {said}", NumericsWarning, stacklevel=3)
+            warnings.warn(f"{called}: {said}", NumericsWarning, stacklevel=3)
         for name, x in inputs.items() if torch.is_grad_enabled() else ():
             if x.requires_grad:  # an alias receives the gradient of this call alone
-                alias: Any = x.view_as(x)
-                alias.register_hook(partial(check, name, f"gradient of {name}", NARROW))
-                given.arguments[name] = alias
+                given.arguments[name] = _hooked(x.view_as(x), op, called, name, f"gradient of {name}", NARROW)
         made = run(*given.args, **given.kwargs)
         outputs = made if isinstance(made, (tuple, list)) else (made,)
-        second = "final state" if "output_final_state" in signature.parameters else "second output"
-        for name, y in _readable(zip(("output", second, *ORDINALS), outputs, strict=False)):
-            check(name, name, "; ".join(growth) or _too_large(inputs), y)
+        second = "final state" if "output_final_state" in given.signature.parameters else "output 2"
+        names = ("output", second, *map("output {}".format, range(3, len(outputs) + 1)))
+        for name, y in _readable(zip(names, outputs, strict=False)):
+            _check(op, called, name, name, "; ".join(growth) or _too_large(inputs), y)
             if y.requires_grad and y.grad_fn is not None:
-                alias = y
-                alias.register_hook(partial(check, name, f"gradient that arrives at the {name}", LATER))
+                _hooked(y, op, called, name, f"gradient that arrives at the {name}", LATER)
         return made
     finally:
         own.busy = False
+
+
+def _hooked(x: Any, *about: Any) -> Tensor:
+    """Call ``_check`` on the gradient of x in backward, and return x."""
+    x.register_hook(partial(_check, *about))
+    return x  # type: ignore[no-any-return]
 
 
 def _readable(items: Any) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +113,7 @@ def _check(op: str, called: str, name: str, what: str, why: str, x: Tensor) -> N
         wrong &= x != -torch.inf
     if wrong.any():
         raise FloatingPointError(
-            f"{called}: the {what} is {x[_first(wrong)].item()} at {_at(op, name, wrong)}, and not "
+            f"{called}: the {what} is {x[wrong][0].item()} at {_at(op, name, wrong)}, and not "
             f"finite in {int(wrong.sum())} of {x.numel()} values ({_name(x.dtype)}, {list(x.shape)}): {why}")
 
 
@@ -117,15 +121,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _first(wrong: Tensor) -> tuple[int, ...]:
-    return tuple(wrong.nonzero()[0].tolist())
-
-
 def _at(op: str, name: str, wrong: Tensor) -> str:
     """Return the first true index in words: batch, token, head and channel where the layout has them."""
-    index, family = _first(wrong), family_of(op) if op in PUBLIC else None
-    words: tuple[str, ...] = ()
+    index, family = wrong.nonzero()[0].tolist(), family_of(op) if op in PUBLIC else None
     last = "head" if family and family.head_dim else "channel"
+    words: tuple[str, ...] = ()
     if family and name in STATES:
         words = ("sequence", last)
     elif family and (family.name in BY_CHANNEL or op == "causal_conv1d_fn"):
@@ -134,12 +134,11 @@ def _at(op: str, name: str, wrong: Tensor) -> str:
         words = ("batch", "head", "token")
     elif family and family.name in (*DECAYING, "conv") and len(index) > 2:
         words = ("batch", "token", last, "channel")
-    return ", ".join(f"{word} {number}" for word, number in zip(words, index, strict=False)) or (
-        f"index {list(index)}")
+    return ", ".join(f"{word} {number}" for word, number in zip(words, index, strict=False)) or f"index {index}"
 
 
 def _too_large(inputs: Mapping[str, Tensor]) -> str:
-    size, name, dtype = max((float(x.detach().nan_to_num(posinf=0, neginf=0).abs().max()), name, x.dtype)
+    size, name, dtype = max((float(x.detach().nan_to_num(neginf=0).abs().max()), name, x.dtype)
                             for name, x in inputs.items() if x.numel())
     return (f"its inputs are finite, the largest is {size:.3g} in {name}, and {_name(dtype)} ends at "
             f"{torch.finfo(dtype).max:.3g}; scale the inputs down, or use bfloat16 instead of float16")
@@ -149,40 +148,35 @@ def _growing(op: str, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each input with which the state of the op can grow without bound."""
     family, x = family_of(op).name, {name: y.detach() for name, y in _readable(given.items()) if y.numel()}
 
-    def worst(name: str, number: Tensor) -> str:
-        return f"got {name} of {number.item():.3g} at {_at(op, name, x[name] == number)}"
+    def told(name: str, values: Tensor, number: Tensor) -> str:
+        return f"got {name} of {number.item():.3g} at {_at(op, name, values == number)}"
     for name in DECAYS if family in DECAYING and not given.get("use_gate_in_kernel") else ():
         if name not in x or (name == "w" and "r" not in given):
             continue
-        least, most = x[name].aminmax()
-        if most > 1e-6:
-            yield (f"{worst(name, most)}, need log decays of at most 0, as F.logsigmoid(gate) or -exp(A_log) "
-                   "* softplus(gate + dt_bias); positive ones make the state grow without bound")
-        if x[name].dtype.itemsize == 2 and least == -torch.inf:
-            yield (f"{worst(name, least)}: the gate left the range of {_name(x[name].dtype)}; compute it in "
-                   "float32")
+        g = x[name]
+        least, most = g.aminmax()
         bound = given.get("lower_bound") or -5.0
+        if most > 1e-6:
+            yield (f"{told(name, g, most)}, need log decays of at most 0, as F.logsigmoid(gate) or -exp(A_log) "
+                   "* softplus(gate + dt_bias); positive ones make the state grow without bound")
+        if g.dtype.itemsize == 2 and least == -torch.inf:
+            yield f"{told(name, g, least)}: the gate left {_name(g.dtype)}'s range; compute it in float32"
         if given.get("safe_gate") and least < bound * (1 + SLACK):
-            yield (f"{worst(name, least)} with safe_gate, which promises at least {bound:g}; clamp the gate, "
+            yield (f"{told(name, g, least)} with safe_gate, which promises at least {bound:g}; clamp the gate, "
                    "or leave safe_gate out")
-    if "A_log" in x and x["A_log"].max() > 88:
-        yield f"{worst('A_log', x['A_log'].max())}, need at most 88, because exp(A_log) leaves float32"
-    if "A" in x and x["A"].max() > 0:
-        yield f"{worst('A', x['A'].max())}, need rates below 0, as -exp(A_log)"
-    if "beta" in x and not given.get("use_beta_sigmoid_in_kernel") and x["beta"].max() > 2 + SLACK:
-        yield (f"{worst('beta', x['beta'].max())}, need at most 2 (1 without negative eigenvalues); apply "
-               "sigmoid, or pass use_beta_sigmoid_in_kernel=True where the op has it")
-    if family in ("delta", "recurrent", "dplr"):
-        yield from _rates(op, given, x)
-
-
-def _rates(op: str, given: Mapping[str, Any], x: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield a sentence if the update of a delta rule makes the state grow.
-
-    A token multiplies the state along its key by 1 - rate. The rate is beta |k|^2, or -a b if these vectors
-    are given. The state grows if the rate is below 0 or above 2.
-    """
-    if "k" in x and ("beta" in x or "beta" in given) and not given.get("use_qk_l2norm_in_kernel"):
+    for name, limit, need in (
+            ("A_log", 88.0, "at most 88, because exp(A_log) leaves float32"),
+            ("A", 0.0, "rates below 0, as -exp(A_log)"),
+            ("beta", torch.inf if given.get("use_beta_sigmoid_in_kernel") else 2 + SLACK,
+             "at most 2 (1 without negative eigenvalues); apply sigmoid, or pass "
+             "use_beta_sigmoid_in_kernel=True where the op has it")):
+        if name in x and x[name].max() > limit:
+            yield f"{told(name, x[name], x[name].max())}, need {need}"
+    if family not in ("delta", "recurrent", "dplr"):
+        return
+    # A token multiplies the state along its key by 1 - rate, and the state grows if the rate is below 0 or
+    # above 2. The rate is beta |k|^2, or -a b if these vectors are given.
+    if "k" in x and "beta" in given and not given.get("use_qk_l2norm_in_kernel"):
         length = x["k"].float().norm(dim=-1)
         beta = x.get("beta", torch.ones_like(length)).float()
         if given.get("use_beta_sigmoid_in_kernel"):
@@ -192,9 +186,9 @@ def _rates(op: str, given: Mapping[str, Any], x: Mapping[str, Tensor]) -> Iterat
         rate = beta * length ** 2
         worst = rate == rate.max()
         if length.max() > 1 + SLACK and rate.max() > 2 + SLACK:
-            yield (f"got k of length {length[_first(worst)].item():.3g} at {_at(op, 'beta', worst)}, need "
-                   f"length 1: a rate beta |k|^2 of {rate.max().item():.3g}, above 2, makes the state grow "
-                   "without bound; pass use_qk_l2norm_in_kernel=True, or F.normalize(k, dim=-1)")
+            yield (f"got k of length {length[worst][0].item():.3g} at {_at(op, 'beta', worst)}, need length 1:"
+                   f" a rate beta |k|^2 of {rate.max().item():.3g}, above 2, makes the state grow without "
+                   "bound; pass use_qk_l2norm_in_kernel=True, or F.normalize(k, dim=-1)")
     elif "a" in x and "b" in x and "kk" not in x:
         product = (x["a"].float() * x["b"].float()).sum(-1)
         least, most = product.aminmax()
