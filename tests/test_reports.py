@@ -44,7 +44,7 @@ def test_reports_have_names_of_their_own_and_no_names_of_people() -> None:
 
 def test_a_score_can_be_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report("x", "https://x", "x", "numbers", "RuntimeError: mlir::LinearLayout::reshapeOuts",
-                    "verbatim", "", "cause", "fix", True, [["at  most 4 WARPS", "nothing"]])
+                    "cause", "fix", True, [["at  most 4 WARPS", "nothing"]])
     assert score(report) == Score([], score(report).longest, False) and score(report).answered
     other = report._replace(words=[["at most 4 warps"], ["a word that is missing"]])
     assert score(other).missing == [["a word that is missing"]] and not score(other).answered

@@ -31,7 +31,7 @@ OPTIONAL = TEXTS | {"seen in", "general", "noise", "certain", "where", "in flash
 
 def _known(one: Entry) -> Known:
     if not TEXTS & set(one.of):
-        raise ValueError(f"{one.id}: got the fields {sorted(one.of)}, need one of {sorted(TEXTS)}")
+        raise ValueError(f"{one.id}: got the fields {sorted(one.of)}, check asked or prints: need one")
     return Known(
         id=one.id, effect=one.said("cause"), need=one.said("fix"), proof=one.said("proof"),
         symptoms=one.lines("prints"), asked=one.lines("asked"), seen_in=one.said("seen in"),
