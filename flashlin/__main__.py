@@ -356,7 +356,7 @@ def explain(op: str, json: bool, **given: Any) -> tuple[str, int]:
     written.
     """
     doctor = load("diagnostics.doctor")
-    return (doctor.as_json(doctor.plan(op, **given)) if json else doctor.explain(op, **given)), 0
+    return (doctor.explain_as_json if json else doctor.explain)(op, **given), 0
 
 
 def why(text: list[str], json: bool, target: str | None) -> tuple[str, int]:

@@ -214,23 +214,50 @@ def test_what_cannot_be_planned_is_refused(given: dict[str, Any], error: type[Ex
         flashlin.plan(**{"target": H200, **given})
 
 
-def test_explain_in_json_has_the_facts_of_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["explain", "chunk_gla", "--target", "T4,triton=3.3.1", "-T", "512"]
-    assert main(asked) == 0
+def both(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, dict[str, Any]]:
+    """Return what ``flashlin explain`` prints as text and as JSON."""
+    assert main(["explain", *arguments]) == 0
     text = capsys.readouterr().out
-    assert main([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["op"], found["path"], found["verdict"]) == ("chunk_gla", "triton", "degraded")
-    assert "T=512" in found["call"] and found["target"].startswith("T4 sm75")
-    assert [step["remedy"] for step in found["steps"]] == ["via_fp32"] and found["steps"][0]["code"] in text
-    assert found["cost"] in text and found["evidence"] in text and found["refused"] == []
-    assert {launch["kernel"] for launch in found["launches"]} <= set(re.findall(r"launch   (\w+)", text))
+    assert main(["explain", *arguments, "--json"]) == 0
+    return text, json.loads(capsys.readouterr().out)
+
+
+def test_explain_in_json_has_the_facts_of_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    text, found = both(capsys, "gdn", "--target", "T4,triton=3.3.1", "-T", "512")
+    assert (found["op"], found["path"], found["verdict"]) == ("chunk_gated_delta_rule", "triton", "degraded")
+    assert f"{found['asked as']} stands for {found['op']}." in text
+    assert f"call     {found['call']}\n" in text and f"target   {found['target']}\n" in text
+    assert f"Sizes: {', '.join(f'{axis} {what}' for axis, what in found['sizes'].items())}." in text
+    assert found["policy"] == {"policy": "auto", "path": "auto", "ignore": []}
+    [step] = found["steps"]
+    assert f"{step['code']}: {step['because']}, need {step['need']}   {step['url']}" in text
+    assert f"so it {step['effect']} (other arithmetic" in text and step["forced"] and not step["exact"]
+    assert f"on the path {found['way']}: {len(found['launches'])} launches" in text
+    assert f"Evidence: {found['evidence']}." in text and f"Its cost: {found['cost']}." in text
+    assert [launch["kernel"] for launch in found["launches"]] == re.findall(r"launch   (\w+)", text)
+    for launch in found["launches"]:
+        tile = " ".join(f"{name}={size}" for name, size in launch["tile"].items())
+        assert f"grid={tuple(launch['grid'])} {tile} num_warps={launch['num_warps']}" in text
+    assert not (found["refused"] or found["advice"] or found["may be wrong"] or found["with gradients"])
 
 
 def test_explain_in_json_says_why_a_call_is_refused(capsys: pytest.CaptureFixture[str],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIN_PATH", "triton")
     monkeypatch.setattr(policy, "_current", None)
-    assert main(["explain", "chunk_gla", "--target", "cpu,triton=3.6.0", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["path"] == "refused" and found["refused"] and found["advice"] and not found["launches"]
+    text, found = both(capsys, "chunk_gla", "--target", "cpu,triton=3.6.0")
+    [reason] = found["refused"]
+    assert f"{reason['code']}: {reason['because']}, need {reason['need']}" in text
+    assert found["path"] == "refused" and found["policy"]["path"] == "triton" and not found["launches"]
+    assert f"It cannot run. {found['advice']}." in text and found["evidence"] == ""
+
+
+def test_explain_in_json_names_what_may_be_wrong_and_what_gradients_run(
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text, found = both(capsys, "causal_conv1d_update", "--target", H200)
+    assert f"With gradients, {found['with gradients']} runs instead" in text
+    monkeypatch.setenv("FLASHLIN_IGNORE", "half-dot-33-pre-ampere")
+    monkeypatch.setattr(policy, "_current", None)
+    text, found = both(capsys, "chunk_gla", "--target", "T4,triton=3.3.1")
+    assert found["may be wrong"] == found["policy"]["ignore"] == ["half-dot-33-pre-ampere"]
+    assert "It may be wrong: half-dot-33-pre-ampere" in text and found["verdict"] == "problem"

@@ -28,7 +28,7 @@ from flashlin.diagnostics.machine import Machine, attempt, examine
 from flashlin.diagnostics.packages import Section, section
 from flashlin.diagnostics.report import Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS
-from flashlin.guards.plan_types import Plan, Problem, advice, dtype_name
+from flashlin.guards.plan_types import Plan, Problem, Reason, advice, dtype_name
 from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.remedies import REMEDIES
 from flashlin.policy import Policy
@@ -321,15 +321,25 @@ def _machine_of(target: str | Target | None) -> Target:
     return next(iter(machine.targets.values()))
 
 
-def as_json(made: Plan) -> str:
-    """Return the facts of ``explain`` as JSON."""
+def explain_as_json(op: str, *, needs_grad: bool = True, **given: Any) -> str:
+    """Return the facts of ``explain`` as JSON. The arguments are those of ``explain``."""
+    policy = in_force()
+    made = plan(op, policy=policy, needs_grad=needs_grad, **given)
+    name = made.asked.op
     return json.dumps({
-        "op": made.asked.op, "call": str(made.asked), "target": str(made.target), "path": made.path,
-        "way": typical_plans.way(made), "verdict": typical_plans.judged(made),
-        "cost": typical_plans.cost(made), "evidence": typical_plans.evidence([made]),
-        "steps": [{"code": reason.code, "because": str(reason), "forced": reason.forced, "remedy": remedy,
-                   "effect": REMEDIES[remedy].means, "exact": REMEDIES[remedy].exact}
-                  for reason, remedy in made.steps],
-        "refused": [str(reason) for reason in made.refused], "advice": advice(made) if made.refused else "",
+        "op": name, "asked as": op, "call": str(made.asked), "sizes": dict(family_of(name).axes),
+        "target": str(made.target),
+        "policy": {"policy": policy.policy, "path": policy.path, "ignore": sorted(policy.ignore)},
+        "path": made.path, "way": typical_plans.way(made), "verdict": typical_plans.judged(made),
+        "cost": typical_plans.cost(made), "evidence": "" if made.refused else typical_plans.evidence([made]),
+        "steps": [{**_told(reason), "forced": reason.forced, "remedy": remedy, "effect": REMEDIES[remedy].means,
+                   "exact": REMEDIES[remedy].exact} for reason, remedy in made.steps],
+        "refused": [_told(reason) for reason in made.refused], "advice": advice(made) if made.refused else "",
+        "may be wrong": [issue.id for issue in typical_plans.unguarded(made)],
+        "with gradients": PUBLIC[name].in_place if needs_grad else "",
         "launches": [{**launch._asdict(), "tile": dict(launch.tile), "traits": sorted(launch.traits)}
                      for launch in made.launches]}, indent=1)
+
+
+def _told(reason: Reason) -> dict[str, str]:
+    return {"code": reason.code, "because": reason.got, "need": reason.need, "url": reason.url}
