@@ -377,7 +377,7 @@ def why(text: list[str], json: bool, target: str | None) -> tuple[str, int]:
     if reading.empty:
         raise ValueError('text: got nothing, need the printed text: flashlin why "IndexError: map::at", or a '
                          "log on standard input")
-    found = (reading.on(known.parse(target)) if target else reading).matches()
+    found = (reading.on(target) if target else reading).matches()
     return (known.as_json if json else known.answer)(found), 0 if found else 1
 
 

@@ -463,6 +463,40 @@ def test_a_target_replaces_what_the_text_names() -> None:
         why.why(text, target="no GPU")
 
 
+def on(text: str, target: str) -> dict[str, why.Match]:
+    return {match.failure.id: match for match in why.read_text(text).on(target).matches()}
+
+
+def test_a_target_without_a_triton_keeps_that_of_the_text() -> None:
+    for text in ("IndexError: map::at", "triton==3.2.0: IndexError: map::at"):
+        assert "bf16-pre-ampere-32" in on(text, "T4") and "bf16-pre-ampere-32" not in on(text, "A100")
+    assert "bf16-pre-ampere-32" not in on("triton==3.6.0: IndexError: map::at", "T4")
+    assert "bf16-pre-ampere-32" not in on("IndexError: map::at", "T4,torch=2.11")
+
+
+@pytest.mark.parametrize("target", ["cpu,triton=3.2.0", "MI300X,triton=3.2.0", "sm=80,triton=3.2.0",
+                                    "T4,triton=none"])
+def test_any_target_leaves_out_the_issues_of_others(target: str) -> None:
+    assert {"bf16-pre-ampere-32", "tf32-dot-turing-32"} & set(on("IndexError: map::at", target)) == set()
+
+
+def test_sm_72_has_the_issues_of_its_neighbours() -> None:
+    assert "bf16-pre-ampere-32" in on("IndexError: map::at", "sm=72,triton=3.2.0")
+
+
+@pytest.mark.parametrize("text", ["reshapeOuts", "E   mlir::triton::reshapeOuts(...) in ttgir, see my gist",
+                                  "RuntimeError: mlir::LinearLayout::reshapeOuts"])
+def test_what_cannot_occur_on_the_target_is_said_to_be_doubtful(text: str) -> None:
+    found = on(text, "T4,triton=3.6.0")["reshape-outs-32"]
+    assert found.because.endswith(why.ELSEWHERE) and not (found.sure or found.certain)
+    assert why.ELSEWHERE not in on(text, "H100,triton=3.2.0")["reshape-outs-32"].because
+
+
+def test_a_guess_that_cannot_occur_on_the_target_is_left_out() -> None:
+    assert "hopper-narrow-state" in on("illegal memory access", "H100")
+    assert "hopper-narrow-state" not in on("illegal memory access", "A100")
+
+
 def test_the_command_takes_a_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", "IndexError: map::at", "--target", "T4,triton=3.2.0", "--json"]) == 0
     assert "bf16-pre-ampere-32" in capsys.readouterr().out

@@ -29,7 +29,7 @@ from flashlin.compat.known import Flaw, Known, KnownIssue
 from flashlin.compat.known_failures import KNOWN_FAILURES
 from flashlin.compat.known_flaws import KNOWN_FLAWS
 from flashlin.compat.known_issues import KNOWN_ISSUES
-from flashlin.compat.target import CARDS, Target, parse
+from flashlin.compat.target import CARDS, Card, Target, parse
 from flashlin.compat.traits import LACKING
 from flashlin.compat.versions import affected
 from flashlin.kernels.remedies import REMEDIES
@@ -66,6 +66,7 @@ RELEASE = re.compile(r"triton(?:==|-| version:? | )v?(3\.\d+(?:\.\d+)?)\b", re.I
 RAISED = re.compile(r"(?:^|[\s\]:)|])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)(?::|$)")
 WIDTH = 80
 ENOUGH = 3  # fewest words in common for a guess
+ELSEWHERE = "; but it is not known on the GPU and the Triton that the text or the target names"
 ASKED = "the answer to a question, not to the output of a program"
 QUESTION = re.compile(r"[A-Za-z0-9 ,'?!.-]+")  # output of programs has other characters
 LONGEST_QUESTION = 6  # most words of a question, without these
@@ -242,7 +243,7 @@ class Reading:
         self._size, self._short = 0, ""  # the whole text, while it is short enough to be part of a symptom
         self._error = self._last = ""  # the last line with an error, and the last line
         self._tail = ""
-        self._cards: set[str] = set()  # the GPUs and the releases of Triton that the text names
+        self._cards: set[Card] = set()  # the GPUs and the releases of Triton that the text or a target names
         self._tritons: set[str] = set()
 
     def add(self, text: str) -> None:
@@ -257,7 +258,7 @@ class Reading:
         self.empty = False
         self._size += len(text)
         self._short = plain if self._size <= OVERLAP else ""
-        self._cards.update(name[0] or name[1] for name in GPU.findall(plain))
+        self._cards.update(CARDS[name[0] or name[1]] for name in GPU.findall(plain))
         self._tritons.update(RELEASE.findall(plain))
         folded = plain.casefold()
         words = re.findall(r"\w+", folded)
@@ -300,11 +301,15 @@ class Reading:
                     self._raised = place
                 place += len(" ".join(line.split())) + 1
 
-    def on(self, target: Target) -> Reading:
-        """Leave out what cannot occur on a target, instead of what the text names, and return this object."""
-        self._cards = {name for name, card in CARDS.items()
-                       if (card.capability, card.arch) == (target.capability, target.arch)}
-        self._tritons = {target.triton} if target.triton else self._tritons
+    def on(self, target: str | Target) -> Reading:
+        """Leave out what cannot occur on a target, instead of what the text names, and return this object.
+
+        A target without torch and Triton gives only the GPU, so the Triton that the text names still counts.
+        """
+        only_gpu = isinstance(target, str) and not re.search("triton|torch", target, re.IGNORECASE)
+        named = parse(f"{target},triton=none" if only_gpu else target) if isinstance(target, str) else target
+        self._cards = {Card(named.capability, named.sms, named.backend, named.arch)}
+        self._tritons = self._tritons if only_gpu else {named.triton}
         return self
 
     def matches(self) -> list[Match]:
@@ -321,7 +326,9 @@ class Reading:
             found = [match for match in found if not getattr(match.failure, less)] or found
         found = (found or [*_asked(self._short), *_part(self._short)] or self._piece()
                  or _words(self._error or self._last))
-        return sorted(found, key=self._unlikely)
+        here = [match for match in found if not self._elsewhere(match.failure)]
+        return sorted(here or [match._replace(because=match.because + ELSEWHERE) for match in found],
+                      key=self._unlikely)
 
     def _unlikely(self, match: Match) -> tuple[bool, bool, bool, bool, int]:
         """Return a sort key: the failure that the last exception names, and a narrow text, come first.
@@ -334,17 +341,16 @@ class Reading:
                 -max(map(len, printed), default=0))
 
     def _elsewhere(self, known: Known) -> bool:
-        """Return True if an issue cannot occur on the GPU, or with the Triton, that the text names.
+        """Return True if an issue cannot occur on the GPU, or with the Triton, that the text or target names.
 
         A text that names several of them excludes none.
         """
         if not isinstance(known, KnownIssue) or _sought_name(known.id) in self._found:
             return False
-        cards = {CARDS[name] for name in self._cards}
         low, high = known.capabilities
-        return ((len({card.capability for card in cards}) == 1 and not any(
-                    card.arch.startswith(known.amd) if known.amd else low <= card.capability < high
-                    for card in cards))
+        return ((len({card.capability for card in self._cards}) == 1 and not any(
+                    card.arch.startswith(known.amd) if known.amd
+                    else card.backend == "cuda" and low <= card.capability < high for card in self._cards))
                 or (len(self._tritons) == 1 and not affected(*self._tritons, known.since, known.fixed_in)))
 
     def _printed(self, known: Known) -> Match | None:
@@ -512,7 +518,7 @@ def why(failure: BaseException | str, target: str | Target | None = None) -> str
         failure: an exception, with its traceback and causes, or a text, such as one line, a whole log, or a
             question in plain words (``"why nan"``).
         target: the GPU and the Triton of the failure, as for ``doctor``: ``"T4,triton=3.2"``. None reads them
-            from the text.
+            from the text, and so does a target without Triton and torch for the Triton.
 
     Reads tables only: no GPU, no network, no import of torch or Triton. Raises TypeError for any other
         failure, and ValueError for an unknown target.
@@ -522,7 +528,7 @@ def why(failure: BaseException | str, target: str | Target | None = None) -> str
     text = failure if isinstance(failure, str) else "".join(traceback.format_exception(failure))
     reading = read_text(text)
     if target is not None:
-        reading.on(parse(target) if isinstance(target, str) else target)
+        reading.on(target)
     return answer(reading.matches())
 
 
