@@ -33,7 +33,12 @@ a whole log:
 ```
 flashlin why "IndexError: map::at"
 python train.py 2>&1 | flashlin why
+flashlin why "IndexError: map::at" --target T4,triton=3.2
+flashlin why slow first step
 ```
+
+`--target` gives the GPU and the Triton of the failure, if the text does not name them. A short text in plain
+words is answered as a question.
 
 The site that `make docs` builds lists the same failures on one page for each group, with the messages in
 alphabetical order. Its search finds a piece of a message on all pages.
@@ -43,6 +48,11 @@ Search this page for a piece of your error. `...` marks a part of a message that
 do. *in flashlin*: what flashlin does about it in its own ops and in `flashlin.shield`. *where*: the GPUs
 and releases on which it occurs; if several failures print the same message, this tells which of them you
 have. *source*: the evidence for the failure, and a page about it.
+"""
+READING_QUESTIONS = """\
+`flashlin why` answers these questions, and questions with the same words in another order. The causes are in
+order, the most likely first. *tell apart*: how to find out which cause you have. *fix*: a command that
+narrows the problem down, and what to do for each cause.
 """
 # Name of a page -> its title and contents. ``compilers`` and ``packages`` have the known issues and flaws.
 # Each other page has the failures of a file in flashlin/compat/failures.
@@ -111,7 +121,8 @@ def of_group(title: str, group: list[Known]) -> str:
     sections: dict[tuple[str, ...], list[str]] = {}  # ids of failures -> symptoms that all of them print
     for symptom, those in printed.items():
         sections.setdefault(tuple(known.id for known in those), []).append(symptom)
-    lines = [f"# {title}", "", MADE, "", READING]
+    reading = READING_QUESTIONS if all(known.asked for known in group) else READING
+    lines = [f"# {title}", "", MADE, "", reading]
     for symptoms in sorted(sections.values(), key=lambda symptoms: sorting(symptoms[0])):
         lines += [f"## {code(symptoms[0])}", ""]
         if symptoms[1:]:

@@ -6,12 +6,14 @@ docs/troubleshooting.md and the tests read the table. A section has these fields
 *proof* and one of *prints* and *asked* are required:
 
 - prints: the texts that the failure prints, one in each line, with ``...`` for parts that vary
-- asked: the words of questions that the entry answers, one question in each line
+- asked: the words of questions that the entry answers, one question in each line. Case, order and common
+  words do not matter. The causes of such an entry have numbers: (1) ... (2) ... (3) ...
 - seen in: a text that the traceback must also contain, for texts that other programs print as well
 - general: ``yes`` if many failures print the same. It is reported only if no narrower failure is found
 - noise: ``yes`` for a warning that programs often print before another failure ends them
 - certain: ``yes`` if the text proves the cause
 - where: the machines on which the failure occurs, in words
+- tell apart: for a question, how to find out which of its causes it is
 - cause: one or two sentences
 - fix: the next step, with the exact command where one exists. Alternatives are separated by ", or "
 - in flashlin: the measures that flashlin takes
@@ -26,7 +28,7 @@ from flashlin.compat.entries import Entry, entries
 from flashlin.compat.known import EVERYWHERE, Known
 
 REQUIRED, TEXTS = {"cause", "fix", "proof"}, {"prints", "asked"}
-OPTIONAL = TEXTS | {"seen in", "general", "noise", "certain", "where", "in flashlin", "page"}
+OPTIONAL = TEXTS | {"seen in", "general", "noise", "certain", "where", "tell apart", "in flashlin", "page"}
 
 
 def _known(one: Entry) -> Known:
@@ -36,7 +38,8 @@ def _known(one: Entry) -> Known:
         id=one.id, effect=one.said("cause"), need=one.said("fix"), proof=one.said("proof"),
         symptoms=one.lines("prints"), asked=one.lines("asked"), seen_in=one.said("seen in"),
         url=one.said("page"), general=one.yes("general"), noise=one.yes("noise"), certain=one.yes("certain"),
-        cards=one.said("where", EVERYWHERE), handled=one.said("in flashlin", "it does not change this failure"))
+        cards=one.said("tell apart") or one.said("where", EVERYWHERE),
+        handled=one.said("in flashlin", "it does not change this failure"))
 
 
 def load(folder: Path) -> tuple[Known, ...]:

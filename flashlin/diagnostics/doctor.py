@@ -322,7 +322,7 @@ def _machine_of(target: str | Target | None) -> Target:
 
 
 def explain_as_json(op: str, *, needs_grad: bool = True, **given: Any) -> str:
-    """Return the facts of ``explain`` as JSON. The arguments are those of ``explain``."""
+    """Return the facts of ``explain``, which has the same arguments, as JSON."""
     policy = in_force()
     made = plan(op, policy=policy, needs_grad=needs_grad, **given)
     name = made.asked.op
@@ -332,8 +332,9 @@ def explain_as_json(op: str, *, needs_grad: bool = True, **given: Any) -> str:
         "policy": {"policy": policy.policy, "path": policy.path, "ignore": sorted(policy.ignore)},
         "path": made.path, "way": typical_plans.way(made), "verdict": typical_plans.judged(made),
         "cost": typical_plans.cost(made), "evidence": "" if made.refused else typical_plans.evidence([made]),
-        "steps": [{**_told(reason), "forced": reason.forced, "remedy": remedy, "effect": REMEDIES[remedy].means,
-                   "exact": REMEDIES[remedy].exact} for reason, remedy in made.steps],
+        "steps": [{**_told(reason), "forced": reason.forced, "remedy": remedy,
+                   "effect": REMEDIES[remedy].means, "exact": REMEDIES[remedy].exact}
+                  for reason, remedy in made.steps],
         "refused": [_told(reason) for reason in made.refused], "advice": advice(made) if made.refused else "",
         "may be wrong": [issue.id for issue in typical_plans.unguarded(made)],
         "with gradients": PUBLIC[name].in_place if needs_grad else "",

@@ -69,7 +69,8 @@ ENOUGH = 3  # fewest words in common for a guess
 ELSEWHERE = "; but it is not known on the GPU and the Triton that the text or the target names"
 ASKED = "the answer to a question, not to the output of a program"
 QUESTION = re.compile(r"[A-Za-z0-9 ,'?!.-]+")  # output of programs has other characters
-LONGEST_QUESTION = 6  # most words of a question, without these
+CAUSES = re.compile(r"(?<!^) (?=\([1-3]\) )")  # before the number of a cause
+LONGEST_QUESTION = 8  # most words of a question, without these
 FILLERS = frozenset((
     "a", "an", "the", "is", "are", "my", "i", "get", "why", "do", "does", "how", "to", "in", "of", "on",
     "with", "at", "so", "it", "has", "have", "when"))
@@ -104,7 +105,9 @@ class Match(NamedTuple):
         return {"cause": self.failure.what, **said, "confidence": f"{level}: {self.because}", "source": source}
 
     def __str__(self) -> str:
-        lines = [self.failure.id, *(f"  {name:<11} {text}" for name, text in self.fields().items())]
+        lines = [self.failure.id, *(
+            f"  {name if part is parts[0] else '':<11} {part}" for name, text in self.fields().items()
+            for parts in [CAUSES.split(text) if self.failure.asked else [text]] for part in parts)]
         return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 14, break_long_words=False,
                                        break_on_hyphens=False) for line in lines)
 
@@ -117,7 +120,9 @@ def failures() -> tuple[Known, ...]:
 
 def rows(known: Known) -> dict[str, str]:
     """Return the lines that ``flashlin why`` prints about a known failure, as {label: text}."""
-    said = {"fix": known.otherwise, "in flashlin": _handled(known), "where": known.where,
+    said = {"tell apart": known.where if known.asked else "",
+            "fix": known.need if known.asked else known.otherwise,
+            "in flashlin": _handled(known), "where": "" if known.asked else known.where,
             "in the traceback": known.seen_in.strip(),
             "source": "; ".join(filter(None, (known.known, known.link)))}
     return {name: text for name, text in said.items() if text}
@@ -324,20 +329,21 @@ class Reading:
             found = [match for match in found if match.sure]
         for less in ("noise", "general"):
             found = [match for match in found if not getattr(match.failure, less)] or found
-        found = (found or [*_asked(self._short), *_part(self._short)] or self._piece()
-                 or _words(self._error or self._last))
+        asked = _asked(self._short, exactly=bool(found))
+        found = [*asked, *(found or _part(self._short))] or self._piece() or _words(self._error or self._last)
         here = [match for match in found if not self._elsewhere(match.failure)]
         return sorted(here or [match._replace(because=match.because + ELSEWHERE) for match in found],
                       key=self._unlikely)
 
-    def _unlikely(self, match: Match) -> tuple[bool, bool, bool, bool, int]:
-        """Return a sort key: the failure that the last exception names, and a narrow text, come first.
+    def _unlikely(self, match: Match) -> tuple[bool, bool, bool, bool, bool, int]:
+        """Return a sort key: the answer to a question comes first, then the failure of the last exception.
 
         Of failures that print the same, those of arguments come before those of compilers.
         """
         printed = [symptom for symptom in match.failure.symptoms if _sought(symptom) in self._found]
         at_end = any(self._found[_sought(symptom)] >= self._raised for symptom in printed)
-        return (not match.sure, not at_end, not match.certain, isinstance(match.failure, KnownIssue),
+        return (not match.failure.asked, not match.sure, not at_end, not match.certain,
+                isinstance(match.failure, KnownIssue),
                 -max(map(len, printed), default=0))
 
     def _elsewhere(self, known: Known) -> bool:
@@ -449,13 +455,16 @@ def _progress(stream: BinaryIO) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _asked(plain: str) -> list[Match]:
-    """Return the failures that answer a question in plain words, those with the most words of it first."""
+def _asked(plain: str, exactly: bool) -> list[Match]:
+    """Return the answers to a question in plain words, those that have most of its words.
+
+    exactly: the question may have no further words, because a known failure also prints the text.
+    """
     words = [word for word in re.findall(r"\w+", plain.casefold()) if word not in FILLERS]
     if len(words) > LONGEST_QUESTION or not QUESTION.fullmatch(plain):
         return []
     found = [(len(wanted), known) for known in failures() for question in known.asked
-             if (wanted := set(question.casefold().split())) <= set(words)]
+             if (wanted := set(question.split())) == set(words) or (wanted < set(words) and not exactly)]
     most = max((count for count, _ in found), default=0)
     return [Match(known, False, ASKED)
             for known in dict.fromkeys(known for count, known in found if count == most)]
