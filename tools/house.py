@@ -63,9 +63,8 @@ PRIVATE = re.compile(r"\b(what|whose|nobody|somebody|told|beside|stands?|leaves 
 DOCUMENTS = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/*.md", "matrix/*.md")
 LONG = 30
 RELEASE = re.compile(r"[23]\.\d+(\.\d+)?")
-# Files that may name releases: the table of releases, and the known issues with their proofs.
-RELEASE_TABLES = ("flashlin/compat/releases.py", "flashlin/compat/known_issues.py",
-                  "matrix/proofs/proof_table.py")
+# Files that may name releases: the table of releases, and the proofs of known issues.
+RELEASE_TABLES = ("flashlin/compat/releases.py", "matrix/proofs/proof_table.py")
 PAGE, TABLE = "docs/how/index.md", "## Where a new thing goes\n"
 
 
@@ -266,7 +265,7 @@ class House:
 
     def walk(self, thing: str, text: str) -> Walk:
         named = [name for name in dict.fromkeys(re.findall(r"`([\w./*-]+)`", text))
-                 if name.endswith("/") or Path(name).suffix in (".py", ".toml", ".json", ".md", ".yml")]
+                 if name.endswith("/") or Path(name).suffix in (".py", ".cfg", ".toml", ".json", ".md", ".yml")]
         bases = (self.root, self.root / "flashlin")
         missing = [name for name in named if not any(any(base.glob(name.rstrip("/"))) for base in bases)]
         return Walk(thing, named, missing)

@@ -1,7 +1,7 @@
 """The table of known failures that are neither known issues nor known flaws, KNOWN_FAILURES.
 
 The files ``failures/*.cfg`` contain the table. A section describes one failure; its name is the id. Failures
-of compilers are in known_issues.py, and flaws of single packages in known_flaws.py. ``flashlin why``,
+of compilers are in issues.cfg, and flaws of single packages in flaws.cfg. ``flashlin why``,
 docs/troubleshooting.md and the tests read the table. A section has these fields, of which *cause*, *fix*,
 *proof* and one of *prints* and *asked* are required:
 
