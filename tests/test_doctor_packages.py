@@ -146,6 +146,9 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "hub-kernels-out-of-range": (dict(transformers="5.23.0", kernels="0.17.2"), [
         dict(transformers="5.23.0", kernels="0.18.2"), dict(transformers="5.22.2", kernels="0.17.2"),
         dict(transformers="5.23.0"), dict(transformers="5.23.0", kernels="0.17.2", on=NO_GPU)]),
+    "mamba-ssm-removed-classes": (dict(transformers="5.0.0", mamba_ssm="2.2.6.post3", on=NO_GPU), [
+        dict(transformers="5.0.0", mamba_ssm="2.3.0"), dict(transformers="4.57.6", mamba_ssm="2.2.4"),
+        dict(transformers="5.0.0")]),
     "fla-cache-swallowed": (dict(transformers="5.24.0", fla="0.6.0"), [
         dict(transformers="5.23.0", fla="0.6.0"), dict(transformers="5.24.0")]),
     "fla-prompt-dropped": (dict(transformers="5.23.0", fla="0.5.2"), [
@@ -263,7 +266,7 @@ def test_no_condition_of_a_flaw_can_be_left_out(name: str, condition: str, world
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_patch_in_force_takes_away_what_it_can(name: str, world: World) -> None:
     known = next(one for one in KNOWN_FLAWS if one.id == name)
-    told = flaw(world.make(**WORLDS[name][0], patched=("fla", "transformers")), name)
+    told = flaw(world.make(**WORLDS[name][0], patched=("fla", "transformers", "mamba_ssm")), name)
     assert told is not None and (told.status == "worked around") == bool(known.mended_by)
 
 

@@ -26,6 +26,16 @@ def lacking(name: str) -> str:
             "that flashlin has)")
 
 
+def asked_by_import() -> bool:
+    """Return True if an import calls the finder that calls this function, and False for a search."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name != "_find_spec":  # a finder may call another one
+        frame = frame.f_back
+    # An import reaches _find_spec through the function _find_and_load_unlocked, and a search does not. If a
+    # Python release has other names for them, the user gets Python's usual error.
+    return frame.f_back is not None and frame.f_back.f_code.co_name == "_find_and_load_unlocked"
+
+
 class Lacking:
     """The last finder of ``sys.meta_path``, which adds advice to failed imports of fla's module paths.
 
@@ -36,10 +46,7 @@ class Lacking:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         """Raise ModuleNotFoundError with advice if an import statement needs a missing module of fla."""
-        # An import statement calls this finder through the function _find_and_load_unlocked, and a search
-        # does not. If a Python release has another name for it, the user gets Python's usual error.
-        asks = sys._getframe(1).f_back if OF_FLA.match(name) else None
-        if asks is not None and asks.f_code.co_name == "_find_and_load_unlocked":
+        if OF_FLA.match(name) and asked_by_import():
             # without name=, because `from flashlin import x` ignores a ModuleNotFoundError with that name
             raise ModuleNotFoundError(lacking(name))
 

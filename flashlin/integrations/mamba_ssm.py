@@ -5,10 +5,12 @@ not installed.
 
 If the package is installed, flashlin's functions replace its functions wherever a program has bound these.
 Classes are not replaced, since they call functions of their modules. A stub module replaces an extension that
-is missing or does not load, so that the package can be imported. The package stays imported after the patch.
+is missing or does not load, so that the package can be imported. transformers gets back two classes that
+mamba_ssm before 2.3.0 imports from it. The package stays imported after the patch.
 
 If the package is not installed, stub modules with its names offer flashlin's functions until the patch ends.
-Functions that a program has imported from stub modules continue to work.
+An import of anything else from them raises an error with advice. Functions that a program has imported from
+stub modules continue to work.
 """
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ from typing import Any, NamedTuple
 import torch  # noqa: F401  imported before an extension, which needs torch's libraries
 
 from flashlin import mamba
+from flashlin.compat.import_hooks import remove
 from flashlin.integrations import extensions
 from flashlin.integrations.bindings import Replaced
 from flashlin.integrations.calling import by_name
-from flashlin.integrations.patching import Patch, found
+from flashlin.integrations.patching import Patch, found, some
 from flashlin.integrations.stub_modules import Contents, StandIns
 from flashlin.modules.add_norm import RMSNorm
 
@@ -96,23 +99,36 @@ class PackagePatch(Patch):
         """Install stub modules if the package or its extension is missing, then patch what is loaded."""
         about = self.about
         if not found(about.name):
-            self._stand_in(whole(about), "not installed")
+            self._stand_in(whole(about), "not installed", partial(not_installed, about))
         elif why := fails(about.extension):
             self._stand_in({about.extension: {**about.called, "__getattr__": lacking(about.extension, why)}},
                            why)
         if self._stand_ins is not None:
             self._fill()
+        sys.meta_path.insert(0, self)
         super().begin()
 
     def end(self) -> None:
         """Remove the stub modules and undo the patch."""
+        remove(self)
         if self._stand_ins is not None:
             self._stand_ins.end()
             forget_what_is_available()
         super().end()
 
-    def _stand_in(self, modules: Mapping[str, Contents], why: str) -> None:
-        self._stand_ins = StandIns(modules)
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Give transformers the classes that it removed in 5.0.0, just before an old mamba_ssm imports them.
+
+        This patch is a finder of ``sys.meta_path`` that finds no modules itself.
+        """
+        if name == "mamba_ssm.utils.generation" and found("transformers.generation"):
+            home = importlib.import_module("transformers.generation")
+            for old in ("GreedySearchDecoderOnlyOutput", "SampleDecoderOnlyOutput"):
+                if not hasattr(home, old):
+                    self.bindings.put(home, old, home.GenerateDecoderOnlyOutput, "a class of transformers")
+
+    def _stand_in(self, modules: Mapping[str, Contents], why: str, advice: Any = None) -> None:
+        self._stand_ins = StandIns(modules, advice)
         self._stand_ins.begin()
         forget_what_is_available()
         self.bindings.left[next(iter(modules))] = f"{why}; stub modules of flashlin replace it"
@@ -154,6 +170,15 @@ def whole(about: Package) -> dict[str, Contents]:
                 modules.setdefault(".".join(parts[:end]), {})
             modules.setdefault(name, {}).update(contents)
     return {**modules}
+
+
+def not_installed(about: Package, name: str) -> str:
+    """Return the advice for a name that the stub modules of a package do not have."""
+    has = list(dict.fromkeys(name for contents in about.functions.values() for name in contents))
+    return (f"{name}: {about.name} is not installed, and flashlin.patch provides only functions of it "
+            f"({some(has)}). To use the rest of it, install it, with or without its extension: "
+            f"{about.name.removesuffix('_ssm').upper()}_SKIP_CUDA_BUILD=TRUE "
+            f"pip install --no-build-isolation {about.name.replace('_', '-')}")
 
 
 def public_name(function: Any) -> str:

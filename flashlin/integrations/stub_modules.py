@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import importlib.abc
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from flashlin.compat.import_hooks import remove
+from flashlin.compat.lazy_imports import asked_by_import
 
 Contents = Mapping[str, Any]  # a module's attributes by name
 
@@ -19,18 +20,24 @@ Contents = Mapping[str, Any]  # a module's attributes by name
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """A finder and loader of stub modules, which comes before all other finders.
 
-    modules: the contents of the stub modules, by full name. A module that contains others is a package.
+    modules: the contents of the stub modules, by full name, beginning with the outermost one.
+    advice: returns the error message for an import of any other name from the first of these modules. It is
+        given for a whole package. All its modules are packages then, so that imports from them find this.
     """
 
-    def __init__(self, modules: Mapping[str, Contents]) -> None:
-        self.modules = modules
+    def __init__(self, modules: Mapping[str, Contents], advice: Callable[[str], str] | None = None) -> None:
+        self.modules, self.advice, self.package = modules, advice, next(iter(modules))
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a stub module, or None for any other module."""
-        if name not in self.modules:
-            return None
-        inside = any(other.startswith(f"{name}.") for other in self.modules)
-        return ModuleSpec(name, self, origin="flashlin", is_package=inside)
+        """Return the spec of a stub module, or None for any other module.
+
+        Raises ModuleNotFoundError if an import statement needs another module of the package.
+        """
+        if name in self.modules:
+            return ModuleSpec(name, self, origin="flashlin", is_package=self.advice is not None)
+        if self.advice is not None and name.startswith(f"{self.package}.") and asked_by_import():
+            raise ModuleNotFoundError(self.advice(name), name=self.package)
+        return None
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill a stub module with its contents."""

@@ -173,6 +173,63 @@ def test_patching_again_reaches_layers_built_before(installation: Make) -> None:
         assert torch.equal(layer(x), y)
 
 
+# --- a release before 2.3.0, which imports classes that transformers 5 no longer has ---
+
+REMOVED = ("GreedySearchDecoderOnlyOutput", "SampleDecoderOnlyOutput")
+
+
+def older(folder: Path) -> None:
+    """Make the package import what mamba_ssm before 2.3.0 imports from transformers."""
+    (folder / "mamba_ssm/utils").mkdir()
+    (folder / "mamba_ssm/utils/__init__.py").touch()
+    (folder / "mamba_ssm/utils/generation.py").write_text(
+        f"from transformers.generation import {', '.join(REMOVED)}, TextStreamer\n")
+    with (folder / "mamba_ssm/__init__.py").open("a") as file:
+        file.write("from mamba_ssm.utils.generation import TextStreamer\n")
+
+
+@pytest.mark.parametrize("situation", ["working", "missing"])
+def test_an_older_release_can_be_imported(installation: Make, tmp_path: Path, situation: str) -> None:
+    generation = pytest.importorskip("transformers.generation")
+    had = [hasattr(generation, name) for name in REMOVED]
+    installation(situation)
+    older(tmp_path)
+    if situation == "working" and not any(had):
+        with pytest.raises(ImportError, match="GreedySearchDecoderOnlyOutput"):
+            importlib.import_module("mamba_ssm")
+    with flashlin.patched("mamba_ssm") as report:
+        importlib.import_module("mamba_ssm.ops.selective_scan_interface")
+        module = importlib.import_module("mamba_ssm.utils.generation")
+        assert all(vars(module)[name] is generation.GenerateDecoderOnlyOutput for name in REMOVED)
+        lines = [f"transformers.generation.{name}: a class of transformers" for name in REMOVED]
+        assert had == [True, True] or [line for line in report.lines() if line in lines] == lines
+        assert vars(module)[REMOVED[0]](sequences=torch.zeros(1, 2), scores=None).sequences.shape == (1, 2)
+    assert [hasattr(generation, name) for name in REMOVED] == had
+    assert vars(module)[REMOVED[0]] is generation.GenerateDecoderOnlyOutput  # the module stays imported
+
+
+def test_other_imports_need_no_transformers(installation: Make, tmp_path: Path) -> None:
+    """Only the module that needs the classes makes the patch import transformers."""
+    installation("working")
+    older(tmp_path)
+    (tmp_path / "mamba_ssm/__init__.py").write_text("")
+    program = ("import sys, flashlin; flashlin.patch('mamba_ssm'); import mamba_ssm.modules.mamba2\n"
+               "assert 'transformers' not in sys.modules and 'mamba_ssm.utils.generation' not in sys.modules")
+    path = os.pathsep.join([str(Path(flashlin.__file__).parent.parent), str(tmp_path)])
+    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_transformers_the_error_is_that_of_the_package(installation: Make, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    installation("working")
+    older(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.generation", None)
+    with flashlin.patched("mamba_ssm"), pytest.raises(ImportError, match=r"transformers\.generation"):
+        importlib.import_module("mamba_ssm")
+
+
 # --- layers, of these packages and of the real ones ---
 
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -489,6 +546,45 @@ def test_a_package_that_is_absent_has_modules(installation: Make) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("mamba_ssm")
     assert isinstance(names["scan"](**scan_inputs()), Tensor)  # imported functions continue to work
+
+
+STATEMENTS = {
+    "from mamba_ssm import Mamba2": "mamba_ssm.Mamba2",
+    "from mamba_ssm.modules.mamba2 import Mamba2": "mamba_ssm.modules",
+    "import mamba_ssm.models.mixer_seq_simple": "mamba_ssm.models",
+    "from mamba_ssm.ops.selective_scan_interface import selective_scan_ref":
+        "mamba_ssm.ops.selective_scan_interface.selective_scan_ref",
+    "from causal_conv1d.causal_conv1d_interface import causal_conv1d_ref":
+        "causal_conv1d.causal_conv1d_interface.causal_conv1d_ref"}
+
+
+@pytest.mark.parametrize("statement", STATEMENTS)
+@pytest.mark.parametrize("first", PACKAGES)
+def test_what_flashlin_lacks_of_an_absent_package(installation: Make, statement: str, first: str) -> None:
+    """An import of a layer says that the package is not installed, what flashlin has, and what to install.
+
+    first: the package that is patched first. The import hook of the second patch calls the finder of the
+        first one.
+    """
+    installation("absent")
+    package, function, variable = (
+        ("mamba_ssm", "selective_scan_fn", "MAMBA") if "mamba_ssm" in statement
+        else ("causal_conv1d", "causal_conv1d_fn", "CAUSAL_CONV1D"))
+    with flashlin.patched(first, PACKAGES[first == PACKAGES[0]]):
+        with pytest.raises(ModuleNotFoundError) as failed:
+            exec(statement, {})
+        assert failed.value.name == package
+        said = str(failed.value)
+        assert said.startswith(f"{STATEMENTS[statement]}: {package} is not installed")
+        assert function in said
+        install = f"pip install --no-build-isolation {package.replace('_', '-')}"
+        assert said.endswith(f"{variable}_SKIP_CUDA_BUILD=TRUE {install}")
+        assert not hasattr(sys.modules[package], "Mamba2")
+        for name in ("modules", "Mamba2", "models"):
+            assert importlib.util.find_spec(f"{package}.{name}") is None
+    assert importlib.util.find_spec(package) is None
+    with pytest.raises(ModuleNotFoundError, match=f"^No module named '{package}'$"):
+        exec(statement, {})
 
 
 @pytest.mark.alternate
