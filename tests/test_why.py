@@ -460,7 +460,8 @@ def test_no_report_is_taken_as_a_question(name: str) -> None:
 def test_what_a_failure_prints_is_no_question(known: Known, symptom: str) -> None:
     text = symptom.replace("...", " x.py:3 ")
     asked = [match for match in matches(text) if match.failure.asked]
-    assert not asked or text.casefold() in ("loss is nan", "loss is inf"), "people also ask this with the words of a program"
+    also_asked = ("loss is nan", "loss is inf")
+    assert not asked or text.casefold() in also_asked, "people also ask this with the words of a program"
 
 
 @pytest.mark.parametrize("text", [

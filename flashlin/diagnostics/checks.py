@@ -20,6 +20,7 @@ from flashlin.compat.installed_triton import interpreting
 from flashlin.compat.suggestions import either, need_one_of, similar
 from flashlin.compat.target import ptxas_path, ptxas_variable
 from flashlin.diagnostics.environment import ENVIRONMENT, can_write, unset
+from flashlin.diagnostics.extension_code import check_extensions
 from flashlin.diagnostics.machine import TRITON_NAMES, Machine, attempt, overriding, shadowed
 from flashlin.diagnostics.report import Check, line
 from flashlin.guards import local_results
@@ -214,7 +215,7 @@ def check_modules(machine: Machine) -> Iterator[Check]:
 
 CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
     check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy,
-    check_interpreter, *ENVIRONMENT, check_folders, check_tried, check_modules)
+    check_interpreter, *ENVIRONMENT, check_extensions, check_folders, check_tried, check_modules)
 
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:

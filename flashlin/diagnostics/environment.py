@@ -89,6 +89,13 @@ def unset(variable: str) -> str:
     return UNSET[shell()].format(variable)
 
 
+def with_variable(variable: str, value: str, command: str) -> str:
+    """Return the command line that runs a command with a variable, in the user's shell."""
+    if shell() in ("pwsh", "powershell"):
+        return f"$env:{variable}='{value}'; {command}"
+    return f"{'' if shell() in ('sh', 'bash', 'dash', 'zsh', 'ksh') else 'env '}{variable}={value} {command}"
+
+
 def check_compiler(machine: Machine) -> Iterator[Check]:
     """Check for a C compiler, with which Triton compiles a launcher for each kernel."""
     named = os.environ.get("CC")
