@@ -1,13 +1,16 @@
 """The results of the matrix as data in ``matrix/results``.
 
 ``triton-<version>.json`` has the results of one cell. ``launches.json`` has the result of each launch under
-every release, because most of these are the same. The files contain only facts that a compilation or a run
+every release, because most of these are the same. Its field ``names`` has short names for lists of releases
+and of GPUs, because a checkout has to stay small. The files contain only facts that a compilation or a run
 determines. The calls of a cell and their launches are planned again each time (matrix/run.py).
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +30,7 @@ LAUNCHES = "launches.json"
 compact = json.JSONEncoder(separators=(",", ":")).encode
 # (configuration, hash of the launch) -> release -> names of GPUs as in ``by_card`` -> ``Compiled.brief``
 Ledger = dict[tuple[str, str], dict[str, dict[str, Any]]]
+OfLaunch = Mapping[str, Mapping[str, Any]]  # list of releases -> list of GPUs -> ``Compiled.brief``
 
 
 class Facts(BaseModel):
@@ -257,9 +261,10 @@ def _ledger(folder: Path) -> tuple[dict[str, str], Ledger]:
 def read_ledger(folder: Path) -> tuple[dict[str, str], Ledger]:
     """Return the source of each kernel and the results of launches, including kernels that have changed."""
     kept = _read(folder / LAUNCHES)
+    full = kept.get("names", {})
     return dict(kept.get("kernels", {})), {
-        (config, name): apart(known)
-        for config, line in kept.get("launches", {}).items() for name, known in apart(line).items()}
+        (config, name): apart(_renamed(of_one, full))
+        for config, line in kept.get("launches", {}).items() for name, of_one in apart(line).items()}
 
 
 def write_ledger(folder: Path, kernels: Mapping[str, str], ledger: Ledger) -> None:
@@ -267,8 +272,31 @@ def write_ledger(folder: Path, kernels: Mapping[str, str], ledger: Ledger) -> No
     for (config, name), known in sorted(ledger.items()):
         if known:
             lines.setdefault(config, {})[name] = together({one: known[one] for one in sorted(known, key=release)})
-    _replace(folder / LAUNCHES, {"kernels": dict(sorted(kernels.items())),
-                                 "launches": {config: together(line) for config, line in lines.items()}})
+    launches = {config: together(line) for config, line in lines.items()}
+    short = _short_names(launches.values())
+    _replace(folder / LAUNCHES, {
+        "kernels": dict(sorted(kernels.items())),
+        "names": {code: names for names, code in short.items()},
+        "launches": {config: {launch: _renamed(of_one, short) for launch, of_one in line.items()}
+                     for config, line in launches.items()}})
+
+
+def _renamed(of_one: OfLaunch, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the results of a launch, with other names for some lists of releases and of GPUs."""
+    return {names.get(releases, releases): {names.get(cards, cards): one for cards, one in known.items()}
+            for releases, known in of_one.items()}
+
+
+def _short_names(lines: Iterable[Mapping[str, OfLaunch]]) -> dict[str, str]:
+    """Return short names for the lists of releases and of GPUs that many launches have: hashes of the lists."""
+    used = Counter(names for line in lines for of_one in line.values() for releases, known in of_one.items()
+                   for names in (releases, *known))
+    short = dict[str, str]()
+    for names in sorted(names for names, times in used.items() if len(names) > 10 and times > 5):
+        code = hashlib.sha256(names.encode()).hexdigest()[:3]
+        if code not in short.values():
+            short[names] = code
+    return short
 
 
 @contextmanager
