@@ -299,6 +299,15 @@ def _short_names(lines: Iterable[Mapping[str, OfLaunch]]) -> dict[str, str]:
     return short
 
 
+def proven_text(table: Mapping[str, Any]) -> str:
+    """Return the launch table as JSON. Configurations with equal records share a line, separated by ``; ``."""
+    alike: dict[str, list[str]] = {}
+    for config in sorted(table):
+        alike.setdefault(compact(table[config]), []).append(config)
+    lines = (f"{compact('; '.join(configs))}:{record}" for record, configs in alike.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Lock the folder, because several cells run at the same time."""

@@ -13,7 +13,7 @@ from matrix import markdown, seeds, spilling
 from matrix import peer_table as peers
 from matrix.page import page
 from matrix.picture import picture
-from matrix.results import Matrix, compact, load_result, slow_by_config, together
+from matrix.results import Matrix, load_result, proven_text, slow_by_config, together
 from matrix.stacks import documents
 from matrix.stacks import table as programs
 from matrix.status import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
@@ -190,8 +190,7 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
     for state in every:
         for config, cards in slow_by_config(state.result).items():
             table.setdefault(config, {}).setdefault(state.result.cell.triton, {})["slow"] = cards
-    return "{\n" + ",\n".join(f"{compact(config)}:{compact(together(table[config]))}"
-                              for config in sorted(table)) + "\n}\n"  # separate lines give short diffs
+    return proven_text({config: together(record) for config, record in table.items()})
 
 
 ABOUT = """\

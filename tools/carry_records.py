@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from matrix.results import Ledger, compact, of_cards, one_a_line, read_ledger, write_ledger
+from matrix.results import Ledger, of_cards, one_a_line, proven_text, read_ledger, write_ledger
 from tools.kernel_facts import ROOT, Function, ask, canonical, checkout_of
 
 ABOUT = """A record of a kernel is valid for one version of its source. matrix/results stores the module of
@@ -428,9 +428,9 @@ def carry(old: Path, root: Path, mapping: Mapping[str, str], write: bool, drop: 
         write_ledger(results, new_sources, fresh)
         for path, (record, _) in (*new_gpus.items(), *new_figures.items()):
             path.write_text(one_a_line(record), encoding="utf-8")
-        table = carry_proven(json.loads((root / PROVEN).read_text(encoding="utf-8")), found)
-        lines = [f"{compact(config)}:{compact(table[config])}" for config in sorted(table)]
-        (root / PROVEN).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        lines = json.loads((root / PROVEN).read_text(encoding="utf-8"))
+        table = {config: known for configs, known in lines.items() for config in configs.split("; ")}
+        (root / PROVEN).write_text(proven_text(carry_proven(table, found)), encoding="utf-8")
     return {"written": write, "kernels": [
         {"old": one.old, "new": one.new, "reason": one.reason, "launches": counted[one.old, "carried"],
          "kept by configuration": counted[one.old, "kept"],

@@ -148,9 +148,10 @@ def table() -> Table:
 def read(path: Path) -> Table:
     """Read a launch table from a file.
 
-    The file joins releases with the same record in one key, such as ``3.3.0 3.3.1``. The result has one key
-    per release.
+    The file joins releases with the same record in one key, such as ``3.3.0 3.3.1``, and configurations with
+    the same records, separated by ``; ``. The result has one key for each.
     """
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {config: {triton: dict(record) for together, record in releases.items()
-                     for triton in together.split()} for config, releases in kept.items()}
+                     for triton in together.split()}
+            for configs, releases in kept.items() for config in configs.split("; ")}
