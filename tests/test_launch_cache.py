@@ -30,7 +30,10 @@ from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 from flashlin.testing.environments import NotInstallable, triton_environment
 from matrix.workload import as_in_a_case
+from tests.direct import needs_direct_starts
 from tests.share import WHOLE, share
+
+pytestmark = needs_direct_starts
 
 LISTS = 200 if WHOLE else 60
 OTHERS = [version for version in ("3.6.0",) if version != triton.__version__]

@@ -23,6 +23,7 @@ from flashlin.guards.plan_types import Launch
 from flashlin.policy import Policy
 from flashlin.testing.compile import Job, compile_launches
 from flashlin.testing.record import Recorded, recording
+from tests.direct import needs_direct_starts
 from tests.overlapped import ALL, SHARED, kernel_of
 
 TRIAL = Policy(canary="trial")
@@ -126,6 +127,7 @@ def test_every_kind_compiles_and_spills_next_to_nothing(name: str) -> None:
     assert result.shared <= launch.shared <= parse(HOPPER).shared
 
 
+@needs_direct_starts
 @pytest.mark.parametrize("name", ALL)
 def test_later_starts_hand_over_what_the_first_one_did(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later starts pass the same arguments as the first one, apart from addresses.

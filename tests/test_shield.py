@@ -17,6 +17,7 @@ import triton
 
 import flashlin
 from flashlin.compat.releases import supported
+from flashlin.compat.signatures import is_apply, signature_of
 from flashlin.compat.target import parse, pretend
 from flashlin.compat.traits import HALVES, with_operands
 from flashlin.guards import checks
@@ -485,6 +486,27 @@ def test_a_graph_does_not_outlive_its_tensors() -> None:
         assert node() is None
     finally:
         gc.enable()
+
+
+class WithoutContext(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.scale = inputs[1]
+
+
+@pytest.mark.parametrize(("kind", "names"), [(Nested, ["x"]), (WithoutContext, ["x", "scale"])])
+def test_apply_of_an_autograd_function_has_the_arguments_of_its_forward(kind: Any, names: list[str]) -> None:
+    """Torch 2.14 made ``apply`` a builtin, for which Python lists no arguments."""
+    assert is_apply(kind.apply) and not is_apply(kind.forward) and not is_apply(torch.ones)
+    assert [*signature_of(kind.apply).parameters] == names
+    x = torch.ones(4)
+    assert torch.equal(flashlin.shield(kind.apply, batch={"x": 0})(x), kind.apply(x))
+    with pytest.raises(ValueError, match="batch: got 'y' as names of arguments, need one of"):
+        flashlin.shield(kind.apply, batch={"y": 0})
 
 
 def test_a_launch_happens_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

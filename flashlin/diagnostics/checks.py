@@ -63,6 +63,11 @@ def check_triton(machine: Machine) -> Iterator[Check]:
     elif wanted:
         yield line("pair", "worked around",
                    f"{pair}, but {machine.triton} is loaded: flashlin runs on both, torch.compile may not")
+    if machine.known_cards:
+        direct = releases.nearest(machine.triton).direct
+        yield line("starts", "ok", "compiled kernels are started directly" if direct else
+                   f"kernels start through Triton's own launch, which takes the host longer: direct starts have "
+                   f"not been compared on triton {machine.triton}")
 
 
 def check_copies(machine: Machine) -> Iterator[Check]:

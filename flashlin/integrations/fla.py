@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 import flashlin
 import flashlin.mamba
+from flashlin.compat.signatures import is_apply, signature_of
 from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
 from flashlin.integrations.model_fixes import mend, warning
@@ -245,18 +246,9 @@ def defined_in(value: Any, module: ModuleType) -> bool:
     return type(inner) is FunctionType and inner.__module__ == module.__name__
 
 
-def is_apply(value: Any) -> bool:
-    """Return True for ``apply`` of an autograd function, which older releases bind as the public function."""
-    kind = getattr(value, "__self__", None)
-    return (isinstance(value, MethodType) and isinstance(kind, type)
-            and issubclass(kind, torch.autograd.Function) and value.__name__ == "apply")
-
-
 def plainly(apply: Any, name: str) -> Any:
     """Return ``apply``, which accepts no keywords, as a function with the parameters of its forward."""
-    forward = inspect.signature(apply.__self__.forward)
-    _, *parameters = forward.parameters.values()
-    signature = forward.replace(parameters=parameters)
+    signature = signature_of(apply)
 
     def call(*args: Any, **given: Any) -> Any:
         return apply(*signature.bind(*args, **given).args)

@@ -18,6 +18,7 @@ import torch
 
 from flashlin.compat.installed_triton import interpreting
 from flashlin.compat.locks import ThreadLock
+from flashlin.compat.signatures import signature_of
 from flashlin.guards.plan_types import UnsupportedError
 from flashlin.kernels.shield.problem import lengths
 from flashlin.shielding import autotune as tuning
@@ -42,7 +43,7 @@ class ShieldedFunction:
         functools.update_wrapper(self, function)
         self.__name__: str = getattr(function, "__name__", repr(function))
         self._function, self._batch, self._size, self._shield = function, batch, batch_size, shield
-        self._signature = inspect.signature(function)
+        self._signature = signature_of(function)
         self._parts: dict[Any, int] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

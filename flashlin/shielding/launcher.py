@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlin import policy
+from flashlin.compat.signatures import signature_of
 from flashlin.compat.suggestions import need_one_of
 from flashlin.compat.target import Target, probe
 from flashlin.guards.checks import OFFSET_LIMIT
@@ -68,7 +69,7 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
                 raise ValueError(f"{name}: got {value!r}, need none: {getattr(kernel, '__name__', kernel)} "
                                  "is a function, not a kernel")
         try:
-            names = list(inspect.signature(kernel).parameters)
+            names = list(signature_of(kernel).parameters)
         except ValueError:
             raise TypeError(f"kernel: got {kernel!r}, whose arguments Python cannot list, need a Triton "
                             "kernel or a Python function that launches some") from None

@@ -23,6 +23,9 @@ from flashlin.compat import launch
 from flashlin.compat import target as machine
 from flashlin.guards.plan_types import Launch
 from flashlin.ops._common import compile_ahead, replay
+from tests.direct import needs_direct_starts
+
+pytestmark = needs_direct_starts
 
 # The calls of layers also run ops of their gates and norms, whose kernels are compiled when they are launched.
 CHUNKED = [op for ops in OPS.values() for op in ops if op.name.startswith("chunk_") and not op.layer]

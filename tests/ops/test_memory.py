@@ -12,6 +12,7 @@ from benchmarks import memory
 from benchmarks.calls import Shape, find
 from flashlin.compat import launch
 from flashlin.ops._common import replay
+from tests.direct import needs_direct_starts
 
 SMALL, GROUPED = Shape(2, 2048, 8, 64), Shape(1, 2048, 80, 64)
 # By op: the shape, and the peaks in MiB of the first run, which is ordinary, and of the third run, which is a
@@ -32,6 +33,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@needs_direct_starts
 @pytest.mark.parametrize("op", PEAKS)
 def test_no_more_is_taken_than_before(op: str, card: None) -> None:
     shape, first, third = PEAKS[op]

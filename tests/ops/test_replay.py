@@ -35,7 +35,10 @@ from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 from matrix.workload import as_in_a_case
 from tests import torch_states
+from tests.direct import needs_direct_starts
 from tests.share import share
+
+pytestmark = needs_direct_starts
 
 # Ops composed of several ops: their kernels read what torch computes from the outputs of other kernels.
 # Simulated kernels write no outputs.
