@@ -415,7 +415,9 @@ def test_the_command_line_tries_them_and_a_broken_one_fails_no_job(tmp_path: Pat
     assert found.verdict.startswith("degraded. Every op runs, but calls of other packages may run slowly or fail: ")
     said = {one.name: one.imports for one in found.packages}
     assert said["mamba_ssm"] == (
-        "cannot be imported: ModuleNotFoundError: No module named 'selective_scan_cuda'")
+        "cannot be imported: ModuleNotFoundError: No module named 'selective_scan_cuda'; "
+        'flashlin.patch("mamba_ssm") runs its functions without the extension')
+    assert found.advice is not None and "MAMBA_FORCE_BUILD=TRUE pip install" in found.advice.command
     assert said["causal_conv1d"] == "cannot be imported: ZeroDivisionError: division by zero"
     assert said["fla"].startswith("yes, in ") and said["transformers"].startswith("yes, in ")
     assert flaw_ids(found) >= {"broken-called-missing"} and found.fails("degraded")

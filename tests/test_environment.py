@@ -195,7 +195,7 @@ def test_the_cache_that_is_advised_can_be_written(
         ("CUDA_LAUNCH_BLOCKING", "0", None),
         ("TRITON_ALWAYS_COMPILE", "1", "worked around"),
         ("TRITON_KERNEL_OVERRIDE", "1", "could not check"),
-        ("DISABLE_PTXAS_OPT", "1", "worked around"),
+        ("DISABLE_PTXAS_OPT", "1", "degraded"), ("TORCHDYNAMO_DISABLE", "1", "worked around"),
         ("TRITON_DEFAULT_FP_FUSION", "0", "worked around"),
         ("TRITON_DEFAULT_FP_FUSION", "1", None),
         ("CUDA_VISIBLE_DEVICES", "0,1", "ok"),

@@ -8,6 +8,7 @@ functions are pure: they read a ``Machine`` and examine nothing themselves.
 """
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from flashlin.compat.releases import Pair
 from flashlin.compat.target import Target, bundled_ptxas
 from flashlin.compat.versions import release
 from flashlin.diagnostics.machine import TRITON_NAMES, Machine, overriding, shadowed
-from flashlin.diagnostics.report import Advice, Check
+from flashlin.diagnostics.report import Advice, Check, Package
 from flashlin.diagnostics.typical_plans import WAYS, price, typical, way_of
 from flashlin.policy import Policy
 
@@ -32,7 +33,7 @@ NO_CODE = "its wheels have no code for"
 INDEX = "https://download.pytorch.org/whl/"
 
 
-def advise(machine: Machine, ops: Sequence[str], checks: Iterable[Check]) -> Advice | None:
+def advise(machine: Machine, ops: Sequence[str], checks: Iterable[Check | Package]) -> Advice | None:
     """Return the advice for a machine, or None if nothing needs to be done."""
     steps = [check.fix for check in checks if check.fix and check.status in ("problem", "degraded")]
     install, why = _install(machine, tuple(ops))
@@ -70,7 +71,7 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
         return [], f"{machine.triton_state}; it comes from {machine.foreign}, take that off the path"
     if shadowed(machine) or any(target.backend == "hip" for target in machine.targets.values()):
         return [], ""  # pip cannot repair a search path, and on AMD no pair runs kernels
-    if machine.old_libstdcxx:
+    if machine.old_libstdcxx or machine.numpy_on_path:
         return [], ""  # every torch and Triton would load this library
     cards, here = machine.known_cards, Pair(machine.torch_version, machine.triton)
     broken = _broken(machine, bool(cards))
@@ -239,7 +240,9 @@ def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy
 
 def _commands(pair: Pair, here: Pair, machine: Machine) -> list[str]:
     install = partial(_installing, machine)
-    commands = [f"pip uninstall -y {' '.join(machine.mixed)}"] if machine.mixed else []
+    gone = machine.mixed or [one.name for one in machine.dists
+                             if one.name == "triton-windows" and sys.platform != "win32"]
+    commands = [f"pip uninstall -y {' '.join(gone)}"] if gone else []
     same = machine.torch is not None and release(pair.torch) == (*release(here.torch), 0)[:3]
     wanted = releases.triton_for(pair.torch) or pair.triton
     exact = f"triton~={wanted}.0" if wanted.count(".") == 1 else f"triton=={wanted}" if wanted else "triton"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import flashlin
@@ -19,14 +21,18 @@ from flashlin.compat import releases
 from flashlin.compat.installed_triton import interpreting
 from flashlin.compat.suggestions import either, need_one_of, similar
 from flashlin.compat.target import ptxas_path, ptxas_variable
+from flashlin.compat.versions import release
 from flashlin.diagnostics.environment import ENVIRONMENT, can_write, unset
 from flashlin.diagnostics.extension_code import check_extensions
 from flashlin.diagnostics.machine import TRITON_NAMES, Machine, attempt, overriding, shadowed
 from flashlin.diagnostics.report import Check, line
+from flashlin.diagnostics.requirements import check_requirements
 from flashlin.guards import local_results
 from flashlin.testing import environments
 
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+# The first CUDA release whose ptxas knows a compute capability. Known issues cover sm103, sm110 and sm121.
+FIRST_CUDA = {(8, 0): "11.0", (8, 6): "11.1", (8, 7): "11.4", (8, 9): "11.8", (10, 0): "12.8"}
 
 
 def check_python(machine: Machine) -> Iterator[Check]:
@@ -38,7 +44,10 @@ def check_python(machine: Machine) -> Iterator[Check]:
 def check_torch(machine: Machine) -> Iterator[Check]:
     """Report torch, the GPUs that it has no code for, and the devices that could not be read."""
     if machine.torch is None:
-        yield line("torch", "problem", f"cannot be used: {machine.torch_error}")
+        folder = machine.numpy_on_path
+        where = f"; numpy comes from {folder}, by PYTHONPATH, and is not for this Python" if folder else ""
+        yield line("torch", "problem", f"cannot be used: {machine.torch_error}{where}",
+                   unset("PYTHONPATH") if folder else "")
         return
     yield line("torch", "ok", f"{machine.torch.__version__}, {machine.build}")
     if machine.uncovered:
@@ -66,24 +75,46 @@ def check_triton(machine: Machine) -> Iterator[Check]:
     if machine.known_cards:
         direct = releases.nearest(machine.triton).direct
         yield line("starts", "ok", "compiled kernels are started directly" if direct else
-                   f"kernels start through Triton's own launch, which takes the host longer: direct starts have "
-                   f"not been compared on triton {machine.triton}")
+                   "kernels start through Triton's own launch, which takes the host longer: direct starts "
+                   f"have not been compared on triton {machine.triton}")
 
 
 def check_copies(machine: Machine) -> Iterator[Check]:
     """Report several Tritons on the path, or a loaded Triton that is not the installed one."""
     copies = sorted({(one.name, one.version, one.folder) for one in machine.dists
                      if one.name in TRITON_NAMES})
+    stale = [(name, version, folder) for name, version, folder in copies
+             if release(version) != release(machine.triton) and (name, machine.triton, folder) in copies]
+    copies = [copy for copy in copies if copy not in stale]
+    for name, version, folder in stale:
+        info = shlex.quote(str(Path(folder) / f"{name}-{version}.dist-info"))
+        yield line("leftover", "degraded", f"{info} describes a Triton that is no longer there",
+                   f"Remove-Item -Recurse {info}" if os.name == "nt" else f"rm -r {info}")
     if len(copies) > 1:
         listed = ", ".join(f"{name} {version} in {folder}" for name, version, folder in copies)
         what = ("their files overwrite each other" if machine.mixed
                 else f"the first on the path wins, which is {machine.triton or 'unusable'}")
         yield line("two Tritons", "problem" if machine.mixed else "worked around", f"{listed}: {what}")
-    elif shadowed(machine):
+    elif shadowed(machine) and not stale:
         [(_, version, folder)] = copies
         yield line("loaded Triton", "worked around",
                    f"{machine.triton} is loaded from {_folder_of('triton')}, but {version} is installed in "
-                   f"{folder}: another folder shadows it (PYTHONPATH?), or it was replaced while this process ran")
+                   f"{folder}: another folder shadows it (PYTHONPATH?), or it was replaced while this "
+                   "process ran")
+
+
+def check_here(machine: Machine) -> Iterator[Check]:
+    """Report files in the current folder that programs import in place of an installed package.
+
+    ``flashlin doctor`` takes the current folder off the search path, and ``python train.py`` does not.
+    """
+    for name in ("triton", "torch", "numpy", "fla", "transformers", "mamba_ssm", "causal_conv1d"):
+        shadow = next((path for path in (Path(name), Path(f"{name}.py"))
+                       if (path / "__init__.py").is_file() or path.is_file()), None)
+        spec = PathFinder.find_spec(name) if shadow is not None else None
+        if spec is not None and spec.origin and not Path(spec.origin).is_relative_to(Path.cwd()):
+            yield line("this folder", "degraded", f"programs that start here import ./{shadow} in place of "
+                       f"the installed {name}", f"mv {shadow} my_{shadow}")
 
 
 def check_ptxas(machine: Machine) -> Iterator[Check]:
@@ -98,22 +129,33 @@ def check_ptxas(machine: Machine) -> Iterator[Check]:
                        "instead", unset(variable))
         if cards and variable not in asked:
             yield line("ptxas", "worked around",
-                       f"{variable} has no effect on {machine.card_names} under triton {machine.triton or 'none'}",
+                       f"{variable} has no effect on {machine.card_names} under triton "
+                       f"{machine.triton or 'none'}",
                        unset(variable))
     for where, target in machine.cards:
         if target.triton:
             path = ptxas_path(target.triton, target.capability)
             variable = overriding(target.triton, target.capability)
             source = f"by {variable}" if variable else "Triton's own"
-            yield line("ptxas", "ok" if target.ptxas else "could not check",
-                       f"{where}: {target.ptxas or 'version unknown'}, {source}, {path or 'not found'}")
+            first = max((cuda for capability, cuda in FIRST_CUDA.items() if capability <= target.capability),
+                        key=release, default="")
+            said = f"{where}: {target.ptxas or 'version unknown'}, {source}, {path or 'not found'}"
+            if path and not variable and not os.access(path, os.X_OK):
+                yield line("ptxas", "problem", f"{said}: it cannot be executed, so every kernel fails",
+                           f"chmod +x {shlex.quote(path)}")
+            elif variable and target.ptxas and release(target.ptxas) < release(first):
+                yield line("ptxas", "problem", f"{said}: {target.sm} needs {first} or newer, so every kernel "
+                           "fails", unset(variable))
+            else:
+                yield line("ptxas", "ok" if target.ptxas else "could not check", said)
 
 
 def check_driver(machine: Machine) -> Iterator[Check]:
     """Report the driver, and why torch does not see a GPU that the driver has."""
     driver = machine.driver
     if not driver.cards:
-        yield line("driver", "could not check" if machine.on_gpu else "ok", driver.failed or "no NVIDIA driver")
+        yield line("driver", "could not check" if machine.on_gpu else "ok",
+                   driver.failed or "no NVIDIA driver")
         return
     built = str(machine.torch.version.cuda or "") if machine.torch is not None else ""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -126,14 +168,19 @@ def check_driver(machine: Machine) -> Iterator[Check]:
                else "")
         yield line("driver", "could not check" if old else "ok", f"{driver}{old}")
         return
+    updated = "version mismatch" in driver.failed
     why = (f"is a {machine.build.removesuffix(' build')} build" if not built
            else f"(CUDA {built}) does not see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
            else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
            if machine.driver_too_old
-           else f"(CUDA {built}) finds no GPU: the driver gives this user or container no access")
+           else f"(CUDA {built}) finds no GPU: the running driver and its library are of different "
+                "versions, as after an update" if updated
+           else f"(CUDA {built}) finds no GPU: "
+                f"{driver.failed or 'the driver gives this user or container no access'}")
     yield line("driver", "degraded",
                f"your {machine.card_names} (driver {driver.version or 'unknown'}) is not used: torch "
-               f"{machine.torch.__version__} {why}", "" if hidden is None else unset("CUDA_VISIBLE_DEVICES"))
+               f"{machine.torch.__version__} {why}",
+               unset("CUDA_VISIBLE_DEVICES") if hidden is not None else "sudo reboot" if updated else "")
 
 
 def check_policy(machine: Machine) -> Iterator[Check]:
@@ -159,7 +206,7 @@ def check_policy(machine: Machine) -> Iterator[Check]:
 def check_interpreter(machine: Machine) -> Iterator[Check]:
     """Report that kernels run in Triton's interpreter."""
     if interpreting():
-        yield line("interpreter", "worked around",
+        yield line("interpreter", "degraded" if machine.known_cards else "worked around",
                    "TRITON_INTERPRET is set: Triton's kernels run on the CPU, thousands of times slower",
                    unset("TRITON_INTERPRET"))
 
@@ -219,8 +266,9 @@ def check_modules(machine: Machine) -> Iterator[Check]:
 
 
 CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
-    check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy,
-    check_interpreter, *ENVIRONMENT, check_extensions, check_folders, check_tried, check_modules)
+    check_python, check_torch, check_triton, check_copies, check_here, check_ptxas, check_driver,
+    check_policy, check_interpreter, *ENVIRONMENT, check_extensions, check_requirements, check_folders,
+    check_tried, check_modules)
 
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:

@@ -121,7 +121,7 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
         known["layers"] = tuple(layers.report(model, named, machine.policy, imports))
     if batch is not None:
         checks += import_module("flashlin.diagnostics.one_step").one_step(model, batch)
-    advice, error = attempt(advise, machine, ops, checks)
+    advice, error = attempt(advise, machine, ops, [*checks, *found.packages])
     if error:
         checks.append(unchecked("advice", error))
     return Report(version=flashlin.__version__, devices=tuple(shown), checks=tuple(checks), advice=advice,

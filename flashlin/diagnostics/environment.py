@@ -31,10 +31,10 @@ MOUNTS = Path("/proc/mounts")
 NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse.", "9p", "afs", "pvfs", "wekafs")
 ROOM = 200  # MiB that kernels of one model may need in the cache
 # Commands of package managers that install a compiler, and Python's headers.
-MANAGERS = {"apt-get": ("apt-get install -y gcc libc6-dev", "apt-get install -y python3-dev"),
-            "dnf": ("dnf install -y gcc", "dnf install -y python3-devel"),
+_PYTHON = "python{}.{}".format(*sys.version_info)
+MANAGERS = {"apt-get": ("apt-get install -y gcc libc6-dev", f"apt-get install -y {_PYTHON}-dev"),
+            "dnf": ("dnf install -y gcc", f"dnf install -y {_PYTHON}-devel"),
             "apk": ("apk add gcc musl-dev", "apk add python3-dev")}
-
 
 # Commands of shells that unset a variable.
 UNSET = {**dict.fromkeys(("sh", "bash", "dash", "zsh", "ksh"), "unset {}"), "fish": "set -e {}",
@@ -62,11 +62,14 @@ VARIABLES = {
     "TRITON_DEBUG": Variable("kernels check their assertions, which is slower"),
     "TRITON_DEFAULT_FP_FUSION": Variable("multiply-adds are not fused: slower, and rounded differently",
                                          unless=("", "1", "true", "on")),
-    "DISABLE_PTXAS_OPT": Variable("ptxas does not optimise: kernels are many times slower"),
+    "DISABLE_PTXAS_OPT": Variable("ptxas does not optimise: kernels are many times slower", "degraded"),
+    "TORCHDYNAMO_DISABLE": Variable("torch.compile is switched off"),
+    "TORCH_COMPILE_DISABLE": Variable("torch.compile is switched off"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": Variable("the driver allocates each tensor, and waits for the GPU"),
     "PYTORCH_JIT": Variable("torch.jit is switched off", "ok", unless=("", "1")),
     "CUDA_VISIBLE_DEVICES": Variable("torch and Triton see only these GPUs", "ok", unless=())}
-SHOWN = ("TRITON_", "PYTORCH_", "CUDA_", "NVIDIA_VISIBLE_DEVICES", "DISABLE_PTXAS_OPT")
+SHOWN = ("TRITON_", "PYTORCH_", "TORCHDYNAMO_", "TORCH_COMPILE_", "CUDA_", "NVIDIA_VISIBLE_DEVICES",
+         "DISABLE_PTXAS_OPT")
 
 
 def _gravity(machine: Machine) -> Status:
@@ -118,8 +121,11 @@ def check_headers(machine: Machine) -> Iterator[Check]:
     if header.is_file():
         yield line("Python.h", "ok", str(header))
     else:
+        ours = header.is_relative_to("/usr/include")
+        tool = "" if ours else "; the tool that installed this Python (uv, pyenv, conda) also has its headers"
         yield line("Python.h", _gravity(machine),
-                   f"{header} does not exist, and the launchers of kernels include it", _install(1))
+                   f"{header} does not exist, and the launchers of kernels include it{tool}",
+                   _install(1) if ours else "")
 
 
 def _install(which: int) -> str:
@@ -182,8 +188,8 @@ def check_cache(machine: Machine) -> Iterator[Check]:
     shared = "" if wrong else network(near)
     if shared:
         yield line("cache", "degraded" if machine.known_cards else "worked around",
-                   f"{folder} is on a network file system ({shared}): processes that compile at the same time "
-                   "may fail with 'Stale file handle', and compiling is slow", elsewhere())
+                   f"{folder} is on a network file system ({shared}): processes that compile at the same "
+                   "time may fail with 'Stale file handle', and compiling is slow", elsewhere())
     elif not wrong:
         yield line("cache", "ok", f"{folder} can be written")
     elif machine.known_cards:

@@ -19,9 +19,8 @@ from flashlin.diagnostics.environment import with_variable
 from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Check, line
 
-# Module of an extension -> its package, and the variable with which pip compiles it, not fetching a wheel.
-EXTENSIONS = {"selective_scan_cuda": ("mamba_ssm", "MAMBA_FORCE_BUILD"),
-              "causal_conv1d_cuda": ("causal_conv1d", "CAUSAL_CONV1D_FORCE_BUILD")}
+# Module of an extension -> its package.
+EXTENSIONS = {"selective_scan_cuda": "mamba_ssm", "causal_conv1d_cuda": "causal_conv1d"}
 LIMIT = 5.0  # seconds; cuobjdump lists the code of a file of 20 MB in 0.02 s
 LISTED = re.compile(r"\.sm_(\d+)(\d)([af]?)\.(cubin|ptx)$", re.MULTILINE)
 
@@ -59,7 +58,7 @@ def code_in(listing: str) -> list[Code]:
 def check_extensions(machine: Machine) -> Iterator[Check]:
     """Report extensions of other packages that contain no code for a GPU of this machine."""
     cards = {target.capability: target for target in machine.known_cards if target.backend == "cuda"}
-    for name, (package, variable) in EXTENSIONS.items():
+    for name, package in EXTENSIONS.items():
         spec = PathFinder.find_spec(name) if cards else None
         if spec is None or not spec.origin:
             continue
@@ -73,12 +72,17 @@ def check_extensions(machine: Machine) -> Iterator[Check]:
         has = code_in(said.stdout)
         for capability, card in cards.items():
             if has and not any(code.runs_on(capability) for code in has):
-                build = ("pip install --upgrade --force-reinstall --no-cache-dir --no-deps "
-                         f"--no-build-isolation {package.replace('_', '-')}")
                 yield line(name, "degraded",
                            f"has no code for your {card.name} ({card.sm}), only {', '.join(map(str, has))}: "
                            f"its kernels fail with 'no kernel image is available'; build {package} again, or "
-                           f'flashlin.patch("{package}")', with_variable(variable, "TRUE", build))
+                           f'flashlin.patch("{package}")', build_again(package))
+
+
+def build_again(package: str) -> str:
+    """Return the command that compiles a package with an extension for this machine, fetching no wheel."""
+    return with_variable(f"{package.removesuffix('_ssm').upper()}_FORCE_BUILD", "TRUE",
+                         "pip install --upgrade --force-reinstall --no-cache-dir --no-deps "
+                         "--no-build-isolation " + package.replace("_", "-"))
 
 
 def cuobjdump(triton: str, capability: tuple[int, int]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -169,6 +170,12 @@ class Machine(NamedTuple):
         return lacks[1] if lacks else ""
 
     @property
+    def numpy_on_path(self) -> str:
+        """Return the folder of PYTHONPATH whose numpy makes the import of torch fail, or ``""``."""
+        return next((folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+                     if folder and "numpy" in self.torch_error and (Path(folder) / "numpy").is_dir()), "")
+
+    @property
     def mixed(self) -> list[str]:
         """Return the names of the Triton distributions, if several are installed into the same folder."""
         tritons = sorted({(dist.name, dist.folder) for dist in self.dists if dist.name in TRITON_NAMES})
@@ -200,11 +207,12 @@ def examine() -> Machine:
     settings, policy_error = attempt(policy.current)
     targets: dict[str, Target] = {}
     lost: dict[str, str] = {}
-    if torch is not None:
-        names, error = attempt(_devices, torch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of GPUs and drivers that the report also covers
+        names, error = attempt(_devices, torch) if torch is not None else (None, "")
         if error:
             lost["GPUs"] = error
-        for name in names or ["cpu"]:
+        for name in (names or ["cpu"]) if torch is not None else ():
             target, error = attempt(lambda name=name: probe(torch.device(name)))
             if target is None:
                 lost[name] = error

@@ -21,7 +21,8 @@ from flashlin.compat.known import Stack
 from flashlin.compat.known_flaws import KNOWN_FLAWS
 from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import GPUS
-from flashlin.compat.versions import affected
+from flashlin.compat.versions import affected, release
+from flashlin.diagnostics.extension_code import EXTENSIONS, build_again
 from flashlin.diagnostics.importing import Tried, tried
 from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Binding, Flaw, Package, Status
@@ -38,14 +39,16 @@ class Known(NamedTuple):
     distributions: the names that pip uses for it.
     kernels: the module whose import is tried; the package's kernels work only if it succeeds. ``""`` for a
         package whose import would change other packages.
+    newest: the newest release with which flashlin was tested; ``""`` if none was.
     """
     distributions: tuple[str, ...]
     kernels: str
+    newest: str = ""
 
 
 PACKAGES = {
-    "fla": Known(("flash-linear-attention", "fla-core"), "fla.ops.gated_delta_rule"),
-    "transformers": Known(("transformers",), "transformers.modeling_utils"),
+    "fla": Known(("flash-linear-attention", "fla-core"), "fla.ops.gated_delta_rule", "0.6.0"),
+    "transformers": Known(("transformers",), "transformers.modeling_utils", "5.24.0"),
     "mamba_ssm": Known(("mamba-ssm",), "mamba_ssm.ops.selective_scan_interface"),
     "causal_conv1d": Known(("causal-conv1d",), "causal_conv1d"),
     "kernels": Known(("kernels",), "kernels"),
@@ -55,6 +58,9 @@ PACKAGES = {
 FILES = re.compile(r"transformers\.models\.\w+\.(modular|modeling)_\w+|unsloth_compiled_module_\w+"
                    r"|transformers_modules\..*\.modeling_\w+")
 
+# errors of an extension that is missing, damaged or was built for another torch
+OF_EXTENSION = re.compile(r"undefined symbol|invalid ELF|file too short|No module named '\w+_cuda'"
+                          r"|cannot open shared object|DLL load failed")
 SHOWN = 6  # maximum number of kernels that a line names
 NEED_A_GPU = ("fla", "mamba_ssm", "causal_conv1d")
 
@@ -89,7 +95,8 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
         gpu=gpu,
         issues=frozenset(issue.id for target in machine.targets.values() for issue in issues_here(target)),
         # transformers.models.qwen3_next.modeling_qwen3_next -> qwen3_next
-        models={re.sub(r"^.*(modeling|modular|unsloth_compiled_module)_", "", where): frozenset((one.kernel, one.implementation) for one in ones)
+        models={re.sub(r"^.*(modeling|modular|unsloth_compiled_module)_", "", where):
+                frozenset((one.kernel, one.implementation) for one in ones)
                 for where, ones in calls.items() if FILES.fullmatch(where)},
         patched=frozenset(patching._in_force))
     rows = tuple(_package(name, version, imports, calls, machine.torch is not None)
@@ -174,8 +181,16 @@ def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mappi
             else "not tried: it changes other packages when it is imported" if not PACKAGES[name].kernels
             else "not tried; flashlin doctor on the command line tries it in a child process" if with_torch
             else "not tried without torch")
+    newest = PACKAGES[name].newest
+    if newest and release(version) > release(newest):
+        status = status if why else "could not check"
+        said += f"; newer than {newest}, the newest release with which flashlin was tested"
+    extension = why and name in EXTENSIONS.values() and OF_EXTENSION.search(why)
+    if extension:
+        said += f'; flashlin.patch("{name}") runs its functions without the extension'
     copies = ", ".join(one for one in CARRIERS if CARRIERS[one] == name and carried(one))
     return Package(name=name, version=version, status=status, patch=_patch(name, calls),
+                   fix=build_again(name) if extension else "",
                    imports=said + (f"; has a copy of {copies} to load under that name" if copies else ""))
 
 

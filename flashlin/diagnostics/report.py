@@ -162,12 +162,14 @@ class Package(Facts):
 
     imports: the result of its import, with the error if it failed.
     patch: what ``flashlin.patch`` would change, or has changed.
+    fix: the command that repairs the import.
     """
     name: str
     version: str
     status: Status
     imports: str
     patch: str = ""
+    fix: str = ""
 
 
 class Binding(Facts):
@@ -480,7 +482,10 @@ class Report(Facts):
         yield ("The model", [Entry(one.verdict, one.layers, f"calls {one.function}, from {one.implementation}"
                                    + (f": {one.path}" if one.path else "")
                                    + (f"; {one.because}" if one.because else "")) for one in self.layers])
-        yield "Checks", [Entry(one.status, one.name, one.detail) for one in self.checks]
+        # the advice has the commands of problems and of what is degraded
+        yield "Checks", [Entry(one.status, one.name, one.detail,
+                               "" if one.status in ("problem", "degraded") else one.fix)
+                         for one in self.checks]
         yield ("Other packages",
                [*(Entry(one.status, f"{one.name} {one.version}", one.imports) for one in self.packages),
                 *(Entry(one.status, one.where, f"{one.kernels} from {one.implementation}, {one.why}")
