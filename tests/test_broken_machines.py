@@ -85,7 +85,8 @@ def test_a_broken_extension_is_built_again(name: str, error: str, known: bool,
     assert not known or found.fix.endswith(f"--no-build-isolation {name.replace('_', '-')}")
 
 
-def test_a_release_that_is_newer_than_the_tests_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_release_that_is_newer_than_the_tests_is_named(monkeypatch: pytest.MonkeyPatch,
+                                                         tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(package(tmp_path, "fla", ""))])
     monkeypatch.delitem(sys.modules, "fla", raising=False)
     newer, known = (_package("fla", version, {}, {}, True) for version in ("0.9.0", "0.6.0"))
@@ -98,7 +99,8 @@ def test_a_release_that_is_newer_than_the_tests_is_named(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("need", "has", "says", "fix"), [
     ("einops", "", "needs einops, but it is not installed", 'pip install "einops"'),
-    ("fla-core==0.6.0", "0.5.0", "needs fla-core==0.6.0, but 0.5.0 is installed", 'pip install "fla-core==0.6.0"'),
+    ("fla-core==0.6.0", "0.5.0", "needs fla-core==0.6.0, but 0.5.0 is installed",
+     'pip install "fla-core==0.6.0"'),
     ("fla-core==0.6.0", "0.6.0", "", ""), ("torch>=99", "2.0", "", ""), ("x; extra == 'y'", "", "", ""),
     ("not valid at all", "", "", "")])
 def test_requirements_that_are_not_met(need: str, has: str, says: str, fix: str, tmp_path: Path,
@@ -124,10 +126,12 @@ def test_metadata_that_was_left_behind_is_removed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_headers_come_from_where_python_came_from(ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_come_from_where_python_came_from(ours: bool, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     folder = "/usr/include/python9.9" if ours else str(tmp_path)
     monkeypatch.setattr(environment.sysconfig, "get_paths", lambda scheme: {"include": folder})
-    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
+    monkeypatch.setattr(environment.shutil, "which",
+                        lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
     [found] = environment.check_headers(made(H200))
     minor = "python{}.{}".format(*sys.version_info)
     assert found.fix.endswith(f"apt-get install -y {minor}-dev") if ours else not found.fix
@@ -159,13 +163,14 @@ def test_the_interpreter_is_left_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found.status, found.fix) == (status, "unset TRITON_INTERPRET")
 
 
-def test_what_the_advice_does_not_repeat_has_its_command_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_is_not_in_the_advice_is_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setattr(diagnosis, "examine", lambda: made(H200))
     assert "fix: unset TORCHDYNAMO_DISABLE" in flashlin.doctor(op="chunk_gla").text()
 
 
-def test_a_numpy_of_another_python_is_taken_off_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_numpy_of_another_python_is_taken_off_the_path(monkeypatch: pytest.MonkeyPatch,
+                                                         tmp_path: Path) -> None:
     error = "ImportError: Error importing numpy: you should not try to import numpy from its source directory"
     broken = made(H200, torch_error=error)._replace(torch=None)
     assert not told(broken, "torch").fix

@@ -184,7 +184,8 @@ def test_the_pair_of_torch_and_triton(torch: str, triton: str, status: str | Non
     assert pairs == ([] if status is None else [status])
 
 
-@pytest.mark.parametrize(("triton", "direct"), [("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.8.0", False)])
+@pytest.mark.parametrize(("triton", "direct"), [
+    ("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.8.0", False)])
 def test_it_says_how_kernels_start(triton: str, direct: bool) -> None:
     [said] = [one for one in checks.check_triton(made(f"triton={triton},sm=90")) if one.name == "starts"]
     assert said.status == "ok" and ("started directly" in said.detail) == direct

@@ -25,7 +25,7 @@ BUILD = ("MAMBA_FORCE_BUILD=TRUE pip install --upgrade --force-reinstall --no-ca
 
 @pytest.fixture
 def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put an extension and a program that stands in for cuobjdump on the paths; return the program."""
+    """Put an extension and a program in place of cuobjdump on the paths, and return the program."""
     (tmp_path / "selective_scan_cuda.so").write_bytes(b"\x7fELF")
     monkeypatch.syspath_prepend(str(tmp_path))
     program = tmp_path / "cuobjdump"

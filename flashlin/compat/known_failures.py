@@ -38,8 +38,7 @@ def _known(one: Entry) -> Known:
         id=one.id, effect=one.said("cause"), need=one.said("fix"), proof=one.said("proof"),
         symptoms=one.lines("prints"), asked=one.lines("asked"), seen_in=one.said("seen in"),
         url=one.said("page"), general=one.yes("general"), noise=one.yes("noise"), certain=one.yes("certain"),
-        cards=one.said("tell apart") or one.said("where", EVERYWHERE),
-        handled=one.said("in flashlin", "it does not change this failure"))
+        cards=one.said("tell apart") or one.said("where", EVERYWHERE), handled=one.said("in flashlin"))
 
 
 def load(folder: Path) -> tuple[Known, ...]:

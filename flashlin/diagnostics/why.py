@@ -25,7 +25,7 @@ from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, BinaryIO, NamedTuple
 
-from flashlin.compat.known import Flaw, Known, KnownIssue
+from flashlin.compat.known import EVERYWHERE, Flaw, Known, KnownIssue
 from flashlin.compat.known_failures import KNOWN_FAILURES
 from flashlin.compat.known_flaws import KNOWN_FLAWS
 from flashlin.compat.known_issues import KNOWN_ISSUES
@@ -70,15 +70,15 @@ ELSEWHERE = "; but it is not known on the GPU and the Triton that the text or th
 ASKED = "the answer to a question, not to the output of a program"
 QUESTION = re.compile(r"[A-Za-z0-9 ,'?!.-]+")  # output of programs has other characters
 CAUSES = re.compile(r"(?<!^) (?=\([1-3]\) )")  # before the number of a cause
-LONGEST_QUESTION = 8  # most words of a question, without these
+LONGEST_QUESTION = 10  # most words of a question, without these
 FILLERS = frozenset((
     "a", "an", "the", "is", "are", "my", "i", "get", "why", "do", "does", "how", "to", "in", "of", "on",
     "with", "at", "so", "it", "has", "have", "when"))
 
 UNKNOWN = """No known failure prints this, so it may be new. What helps:
 
-  - the lines before it: Triton's compiler prints the cause on stderr, and
-    before the error (python program.py 2>&1 | flashlin why)
+  - the whole log, with the lines before the error, where compilers print the
+    cause (python program.py 2>&1 | flashlin why)
   - flashlin doctor, which examines this machine
   - an issue with the whole output, the call (shapes, dtypes) and the output
     of `flashlin doctor --markdown`"""
@@ -98,7 +98,8 @@ class Match(NamedTuple):
 
     def fields(self) -> dict[str, str]:
         """Return the fields of an answer, as {label: text}."""
-        level = "certain" if self.certain else "likely" if self.sure else "possible"
+        level = ("certain" if self.certain else
+                 "likely" if self.sure and not self.failure.general else "possible")
         said = rows(self.failure)
         said.pop("in the traceback", None)
         source = said.pop("source")
@@ -112,6 +113,13 @@ class Match(NamedTuple):
                                        break_on_hyphens=False) for line in lines)
 
 
+def unknown() -> str:
+    """Return the answer to a text of which no failure is known."""
+    topics = ", ".join(known.asked[0] for known in failures() if known.asked)
+    return "\n".join([UNKNOWN, *textwrap.wrap(f"- a question in a few words, about: {topics}", WIDTH,
+                                              initial_indent="  ", subsequent_indent="    ")])
+
+
 @lru_cache(maxsize=1)
 def failures() -> tuple[Known, ...]:
     """Return all known failures, narrow failures before general ones."""
@@ -122,7 +130,8 @@ def rows(known: Known) -> dict[str, str]:
     """Return the lines that ``flashlin why`` prints about a known failure, as {label: text}."""
     said = {"tell apart": known.where if known.asked else "",
             "fix": known.need if known.asked else known.otherwise,
-            "in flashlin": _handled(known), "where": "" if known.asked else known.where,
+            "in flashlin": _handled(known),
+            "where": "" if known.asked or known.where == EVERYWHERE else known.where,
             "in the traceback": known.seen_in.strip(),
             "source": "; ".join(filter(None, (known.known, known.link)))}
     return {name: text for name, text in said.items() if text}
@@ -549,7 +558,7 @@ def as_json(found: list[Match]) -> str:
 def answer(found: list[Match]) -> str:
     """Return the matches as text."""
     if not found:
-        return UNKNOWN
+        return unknown()
     sure = [match for match in found if match.sure]
     if found[0].because == ASKED:
         head = "This answers the question. A log of the program gives a more exact answer."
