@@ -129,6 +129,8 @@ def parser() -> Parser:
     doctor.add_argument("--op", metavar="NAME", help="only this op")
     doctor.add_argument("--fail-on", choices=("problem", "degraded"), default="problem",
                         help="the status that makes the exit code 1 (default problem)")
+    doctor.add_argument("--imports", type=float, default=3.5, metavar="SECONDS",
+                        help="how long to wait for imports of other packages (default 3.5)")
     style = doctor.add_mutually_exclusive_group()
     style.add_argument("--verbose", action="store_true", help="show every op, check and known issue")
     style.add_argument("--json", action="store_true", help="JSON on stdout")
@@ -262,7 +264,8 @@ def report(command: str, arguments: dict[str, Any]) -> int:
     return code
 
 
-def doctor(fail_on: Any, json: bool, markdown: bool, verbose: bool, **given: Any) -> tuple[str, int]:
+def doctor(fail_on: Any, imports: float, json: bool, markdown: bool, verbose: bool,
+           **given: Any) -> tuple[str, int]:
     """Show what works on this machine, and the one command that repairs the rest.
 
     The report has the verdict, the devices of this machine, how calls of the ops
@@ -271,8 +274,9 @@ def doctor(fail_on: Any, json: bool, markdown: bool, verbose: bool, **given: Any
     works if torch or Triton is broken or missing.
 
     Doctor also reports if fla, transformers, mamba_ssm, causal_conv1d and kernels
-    are installed. It imports each in a child process, all at the same time, for at
-    most 60 seconds. With --op and --target it leaves them out.
+    are installed. It imports each in a child process, all at the same time. An
+    import that takes longer than --imports seconds is not judged. With --op and
+    --target it leaves them out.
 
     The first word is the verdict: ok, degraded (every op runs, but the GPU is not
     used, or is used at a cost), or broken. The lines have one of these states:
@@ -290,7 +294,12 @@ def doctor(fail_on: Any, json: bool, markdown: bool, verbose: bool, **given: Any
     if not (broken, and with --fail-on degraded also degraded), 2 for a mistake in
     the arguments or output that cannot be written.
     """
-    report = load("diagnostics.doctor").diagnose(None, **given, import_all=True)
+    packages, importing = load("diagnostics.packages"), load("diagnostics.importing")
+    modules = {} if given["target"] or given["op"] else packages.to_import()
+    if modules and coloured(sys.__stderr__):
+        print(f"flashlin doctor: imports {', '.join(modules)}, which may take {imports:g} s", file=sys.__stderr__)
+    with importing.begun(modules, imports) as children:
+        report = load("diagnostics.doctor").diagnose(None, **given, children=children)
     text = (report.model_dump_json(indent=2) if json else report.markdown() if markdown
             else report.text(verbose, colour=coloured(sys.__stdout__)))
     return text, int(report.fails(fail_on))

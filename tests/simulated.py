@@ -199,7 +199,7 @@ class World(NamedTuple):
         """Return the report of doctor on this machine."""
         with monkeypatch.context() as here:
             here.setattr(diagnosis, "examine", self.machine)
-            here.setattr(diagnosis, "section", lambda machine, import_all: (Section(), {}))
+            here.setattr(diagnosis, "section", lambda machine, import_all, children: (Section(), {}))
             for name, value in self.variables:
                 here.setenv(name, value)
             return diagnosis.doctor(**given)

@@ -398,7 +398,8 @@ def test_a_hang_could_not_be_checked(world: World) -> None:
     world.broken = {"kernels": Tried("its import gave no answer in 60 s and was ended", 60, known=False)}
     found, _ = section(made(NO_GPU), import_all=True)
     assert [(one.status, one.imports) for one in found.packages] == [
-        ("could not check", "its import gave no answer in 60 s and was ended")]
+        ("could not check", "its import gave no answer in 60 s and was ended; "
+                            "flashlin doctor --imports SECONDS waits longer")]
 
 
 def test_the_command_line_tries_them_and_a_broken_one_fails_no_job(tmp_path: Path) -> None:
@@ -422,6 +423,16 @@ def test_the_command_line_tries_them_and_a_broken_one_fails_no_job(tmp_path: Pat
     assert said["fla"].startswith("yes, in ") and said["transformers"].startswith("yes, in ")
     assert flaw_ids(found) >= {"broken-called-missing"} and found.fails("degraded")
     assert "selective_scan_cuda" in found.text() and "<summary>Other packages" in found.markdown()
+
+
+def test_the_command_line_does_not_wait_long_for_an_import(tmp_path: Path) -> None:
+    installed(package(tmp_path, "fla", ""), "flash-linear-attention", "0.6.0")
+    (tmp_path / "fla" / "ops").mkdir()
+    (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text("import time; time.sleep(100)")
+    found = read(run("doctor", "--json", "--imports", "0.5", path=(tmp_path,)))
+    [fla] = [one for one in found.packages if one.name == "fla"]
+    assert fla.status == "could not check" and fla.imports == (
+        "its import gave no answer in 0.5 s and was ended; flashlin doctor --imports SECONDS waits longer")
 
 
 def flaw_ids(found: Report) -> set[str]:

@@ -10,6 +10,7 @@ The work is divided as follows: ``machine`` examines this machine, ``typical_pla
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import flashlin
 from flashlin import dispatch
 from flashlin.compat import releases
 from flashlin.compat.known_issues import issues_here
+from flashlin.compat.subprocesses import Process
 from flashlin.compat.suggestions import suggests_keywords
 from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import calls, self_test, typical_plans
@@ -74,10 +76,11 @@ def doctor(
 
 
 def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
-             import_all: bool = False, batch: Any = None) -> Report:
+             children: Mapping[str, Process] | None = None, batch: Any = None) -> Report:
     """Return the report of ``doctor``, with one more option.
 
-    import_all: also import, in child processes, the packages that are not loaded. The command line does this.
+    children: processes that import the packages that are not loaded (``importing.begun``). The command line
+        starts them. Without them, packages are imported only if a model needs to know.
     """
     # imported late: torch is certain to be installed only if there is a model
     layers = None if model is None else import_module("flashlin.diagnostics.layers")
@@ -112,7 +115,8 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
             ran += self_test.watch(where.split(", ")[0], op, machine.policy)
     shown = [Device(where=where, **{name: getattr(card, name) for name in Device.model_fields if name != "where"})
              for where, card in devices.items()]
-    beside, error = attempt(section, machine, import_all) if target is None and op is None else (None, "")
+    apart = target is None and op is None
+    beside, error = attempt(section, machine, children is not None, children) if apart else (None, "")
     if error:
         checks.append(unchecked("packages", error))
     found, imports = beside or (Section(), {})

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -40,10 +40,24 @@ def tried(modules: Mapping[str, str], limit: float = LIMIT) -> dict[str, Tried]:
 
     The children run at the same time.
     """
+    with begun(modules, limit) as children:
+        return outcomes(children)
+
+
+@contextmanager
+def begun(modules: Mapping[str, str], limit: float) -> Iterator[dict[str, Process]]:
+    """Import the module of each name in a child process of its own, and give the processes by name.
+
+    limit: seconds from now until the children are ended.
+    """
     with ExitStack() as stack:
-        children = {name: stack.enter_context(Process(CHILD(module), limit=limit))
-                    for name, module in modules.items()}
-        return {name: _outcome(child.wait()) for name, child in children.items()}
+        yield {name: stack.enter_context(Process(CHILD(module), limit=limit))
+               for name, module in modules.items()}
+
+
+def outcomes(children: Mapping[str, Process]) -> dict[str, Tried]:
+    """Wait for the children, and return the results of their imports by name."""
+    return {name: _outcome(child.wait()) for name, child in children.items()}
 
 
 def _outcome(ended: Ended) -> Tried:

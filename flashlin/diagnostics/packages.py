@@ -20,10 +20,11 @@ from typing import NamedTuple
 from flashlin.compat.known import Stack
 from flashlin.compat.known_flaws import KNOWN_FLAWS
 from flashlin.compat.known_issues import issues_here
+from flashlin.compat.subprocesses import Process
 from flashlin.compat.target import GPUS
 from flashlin.compat.versions import affected, release
 from flashlin.diagnostics.extension_code import EXTENSIONS, build_again
-from flashlin.diagnostics.importing import Tried, tried
+from flashlin.diagnostics.importing import Tried, outcomes, tried
 from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Binding, Flaw, Package, Status
 from flashlin.integrations import patching
@@ -72,11 +73,19 @@ class Section(NamedTuple):
     flaws: tuple[Flaw, ...] = ()
 
 
-def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Tried]]:
+def to_import() -> dict[str, str]:
+    """Return the module to import for each installed package that is not loaded, by the package's name."""
+    return {name: known.kernels for name, known in PACKAGES.items()
+            if known.kernels and sys.modules.get(name) is None and found(name)}
+
+
+def section(machine: Machine, import_all: bool,
+            children: Mapping[str, Process] | None = None) -> tuple[Section, dict[str, Tried]]:
     """Return the report on other packages, and the results of the imports that were tried.
 
     import_all: try to import every installed package that is not loaded. Without torch no import is tried,
         since all of them would fail and the report already says that torch is missing.
+    children: processes that import packages already (``importing.begun``).
     """
     versions = {name: version for name in PACKAGES for version in [version_of(name)] if version}
     calls = calls_of(versions)
@@ -88,7 +97,8 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
               and (gpu or affected(versions.get("transformers", ""), "5.15.0", None))}
     waiting = [name for name in versions if sys.modules.get(name) is None and found(name)
                and PACKAGES[name].kernels and (import_all or name in failed) and machine.torch is not None]
-    imports = tried({name: PACKAGES[name].kernels for name in waiting})
+    mine = {name: child for name, child in (children or {}).items() if name in waiting}
+    imports = {**outcomes(mine), **tried({name: PACKAGES[name].kernels for name in waiting if name not in mine})}
     stack = Stack(
         {**versions, **distributions()},
         broken=frozenset(name for name in versions if broken(name, imports)),
@@ -174,7 +184,8 @@ def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mappi
              with_torch: bool) -> Package:
     why, outcome = broken(name, imports), imports.get(name)
     status: Status = "degraded" if why else "could not check" if outcome and outcome.error else "ok"
-    said = (f"cannot be imported: {why}" if why else outcome.error if outcome is not None and outcome.error
+    said = (f"cannot be imported: {why}" if why
+            else f"{outcome.error}; flashlin doctor --imports SECONDS waits longer" if outcome and outcome.error
             else f"yes, in {outcome.seconds:.1f} s" if outcome is not None
             else "no: stub modules of a patch replace it" if name in sys.modules and not _file(name)
             else ", ".join(filter(None, ("loaded", _copy(name)))) if sys.modules.get(name) is not None
