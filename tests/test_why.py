@@ -223,7 +223,7 @@ def test_an_answer_has_all_that_is_asked_for() -> None:
     said = " ".join(flashlin.why("IndexError: map::at").split())
     for text in ("where T4 (sm75); Triton before 3.3.0",
                  "in flashlin its ops run on fp32 copies, else in plain torch",
-                 "fix no bf16 tensor in a kernel, or Triton 3.4", "source compiled in our tests",
+                 "fix no bf16 tensor in a kernel, or upgrade to Triton 3.4", "source compiled in our tests",
                  "confidence likely: it prints exactly this: 'IndexError: map::at'",
                  "https://github.com/fla-org/flash-linear-attention/issues/75"):
         assert text in said

@@ -65,6 +65,7 @@ RELEASE = re.compile(r"triton(?:==|-| version:? | )v?(3\.\d+(?:\.\d+)?)\b", re.I
 # The line of an exception, which may have a prefix such as a rank, a date or the name of a process.
 RAISED = re.compile(r"(?:^|[\s\]:)|])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)(?::|$)")
 WIDTH = 80
+NEWER = re.compile(r"(^|, or )Triton (\d[.\d]*$)")  # in the fix of a known issue
 ENOUGH = 3  # fewest words in common for a guess
 ELSEWHERE = "; but it is not known on the GPU and the Triton that the text or the target names"
 ASKED = "the answer to a question, not to the output of a program"
@@ -129,7 +130,7 @@ def failures() -> tuple[Known, ...]:
 def rows(known: Known) -> dict[str, str]:
     """Return the lines that ``flashlin why`` prints about a known failure, as {label: text}."""
     said = {"tell apart": known.where if known.asked else "",
-            "fix": known.need if known.asked else known.otherwise,
+            "fix": known.need if known.asked else NEWER.sub(r"\1upgrade to Triton \2", known.otherwise),
             "in flashlin": _handled(known),
             "where": "" if known.asked or known.where == EVERYWHERE else known.where,
             "in the traceback": known.seen_in.strip(),
