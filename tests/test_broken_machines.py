@@ -125,17 +125,21 @@ def test_metadata_that_was_left_behind_is_removed(monkeypatch: pytest.MonkeyPatc
     assert "rm -r /lib/triton-3.4.0.dist-info" in advised(machine, monkeypatch)
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_headers_come_from_where_python_came_from(ours: bool, tmp_path: Path,
+@pytest.mark.parametrize(("folder", "command"), [
+    ("/usr/include/python9.9", "apt-get install -y python{0}.{1}-dev"),
+    ("/home/user/.pyenv/versions/9.9/include", "pyenv install --force {0}.{1}.{2}"),
+    ("/home/user/.local/share/uv/python/9.9/include", "uv python install --reinstall {0}.{1}.{2}"),
+    ("/opt/conda/include/python9.9", "conda install -y --force-reinstall python={0}.{1}.{2}"),
+    ("/opt/python/include", "")])
+def test_headers_come_from_where_python_came_from(folder: str, command: str,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = "/usr/include/python9.9" if ours else str(tmp_path)
+    monkeypatch.setenv("CONDA_PREFIX", "/opt/conda")
     monkeypatch.setattr(environment.sysconfig, "get_paths", lambda scheme: {"include": folder})
     monkeypatch.setattr(environment.shutil, "which",
                         lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
     [found] = environment.check_headers(made(H200))
-    minor = "python{}.{}".format(*sys.version_info)
-    assert found.fix.endswith(f"apt-get install -y {minor}-dev") if ours else not found.fix
-    assert ("also has its headers" in found.detail) == (not ours)
+    assert found.fix.removeprefix("sudo ") == command.format(*sys.version_info)
+    assert ("also has its headers" in found.detail) == (not command)
 
 
 def test_a_ptxas_that_does_not_know_the_gpu_is_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

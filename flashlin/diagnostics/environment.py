@@ -121,11 +121,20 @@ def check_headers(machine: Machine) -> Iterator[Check]:
     if header.is_file():
         yield line("Python.h", "ok", str(header))
     else:
-        ours = header.is_relative_to("/usr/include")
-        tool = "" if ours else "; the tool that installed this Python (uv, pyenv, conda) also has its headers"
+        fix = _headers(header)
+        tool = "" if fix else "; the tool that installed this Python also has its headers"
         yield line("Python.h", _gravity(machine),
-                   f"{header} does not exist, and the launchers of kernels include it{tool}",
-                   _install(1) if ours else "")
+                   f"{header} does not exist, and the launchers of kernels include it{tool}", fix)
+
+
+def _headers(header: Path) -> str:
+    """Return the command that installs Python's headers, or ``""`` if it is unknown what installed Python."""
+    version = "{}.{}.{}".format(*sys.version_info)
+    tools = {"/usr/include": _install(1),
+             os.environ.get("CONDA_PREFIX"): f"conda install -y --force-reinstall python={version}"}
+    owner = next((fix for folder, fix in tools.items() if folder and header.is_relative_to(folder)), "")
+    return owner or (f"pyenv install --force {version}" if ".pyenv" in header.parts
+                     else f"uv python install --reinstall {version}" if "uv" in header.parts else "")
 
 
 def _install(which: int) -> str:
