@@ -294,10 +294,12 @@ def doctor(fail_on: Any, imports: float, json: bool, markdown: bool, verbose: bo
     if not (broken, and with --fail-on degraded also degraded), 2 for a mistake in
     the arguments or output that cannot be written.
     """
+    if not imports >= 0:
+        raise ValueError(f"--imports: got {imports:g}, need 0 or more seconds")
     packages, importing = load("diagnostics.packages"), load("diagnostics.importing")
     modules = {} if given["target"] or given["op"] else packages.to_import()
-    if modules and coloured(sys.__stderr__):
-        print(f"flashlin doctor: imports {', '.join(modules)}, which may take {imports:g} s", file=sys.__stderr__)
+    if modules and sys.stderr.isatty():
+        print(f"flashlin doctor: imports {', '.join(modules)}, for {imports:g} s at most", file=sys.stderr)
     with importing.begun(modules, imports) as children:
         report = load("diagnostics.doctor").diagnose(None, **given, children=children)
     text = (report.model_dump_json(indent=2) if json else report.markdown() if markdown

@@ -41,6 +41,7 @@ class Known:
     certain: False if the symptom does not prove this failure.
     cards: the machines on which the failure occurs, in words.
     handled: the measures that flashlin takes, in words.
+    apart: how to tell apart the causes of an answer to a question.
 
     Only failures that no code looks for use ``cards`` and ``handled``. The subclasses derive these texts from
     their other fields.
@@ -60,6 +61,7 @@ class Known:
     certain: bool = True
     cards: str = EVERYWHERE
     handled: str = ""
+    apart: str = ""
     asked: tuple[str, ...] = ()
 
     @property

@@ -12,6 +12,7 @@ docs/troubleshooting.md and the tests read the table. A section has these fields
 - general: ``yes`` if many failures print the same. It is reported only if no narrower failure is found
 - noise: ``yes`` for a warning that programs often print before another failure ends them
 - certain: ``yes`` if the text proves the cause
+- tell apart: how to tell apart the causes of an answer to a question
 - where: the machines on which the failure occurs, in words
 - tell apart: for a question, how to find out which of its causes it is
 - cause: one or two sentences
@@ -38,7 +39,7 @@ def _known(one: Entry) -> Known:
         id=one.id, effect=one.said("cause"), need=one.said("fix"), proof=one.said("proof"),
         symptoms=one.lines("prints"), asked=one.lines("asked"), seen_in=one.said("seen in"),
         url=one.said("page"), general=one.yes("general"), noise=one.yes("noise"), certain=one.yes("certain"),
-        cards=one.said("tell apart") or one.said("where", EVERYWHERE), handled=one.said("in flashlin"))
+        cards=one.said("where", EVERYWHERE), handled=one.said("in flashlin"), apart=one.said("tell apart"))
 
 
 def load(folder: Path) -> tuple[Known, ...]:

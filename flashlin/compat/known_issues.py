@@ -14,7 +14,8 @@ which *cause*, *fix* and *proof* are required (``known.KnownIssue`` explains the
 - cause, fix: in words. Alternatives of a fix are separated by ", or "
 - remedies: names of remedies, in the order in which planning tries them
 - page: a page about the issue
-- proof, confidence: the test, record or thread that shows the issue, and how well it does (``known.CONFIDENCE``)
+- proof: the test, record or thread that shows the issue
+- confidence: how well the proof shows it; a key of ``known.CONFIDENCE``
 
 An issue is matched with the traits, warps and stages of a launch, and with the GPU, Triton and ptxas of its
 target. It is never matched with the name of an op. An issue without remedies is reported by doctor and

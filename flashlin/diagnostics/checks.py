@@ -82,12 +82,9 @@ def check_triton(machine: Machine) -> Iterator[Check]:
 def check_copies(machine: Machine) -> Iterator[Check]:
     """Report several Tritons on the path, or a loaded Triton that is not the installed one."""
     copies = sorted({(one.name, one.version, one.folder) for one in machine.dists
-                     if one.name in TRITON_NAMES})
-    stale = [(name, version, folder) for name, version, folder in copies
-             if release(version) != release(machine.triton) and (name, machine.triton, folder) in copies]
-    copies = [copy for copy in copies if copy not in stale]
-    for name, version, folder in stale:
-        info = shlex.quote(str(Path(folder) / f"{name}-{version}.dist-info"))
+                     if one.name in TRITON_NAMES and one not in machine.leftovers})
+    for one in machine.leftovers:
+        info = shlex.quote(str(Path(one.folder) / f"{one.name}-{one.version}.dist-info"))
         yield line("leftover", "degraded", f"{info} describes a Triton that is no longer there",
                    f"Remove-Item -Recurse {info}" if os.name == "nt" else f"rm -r {info}")
     if len(copies) > 1:
@@ -95,7 +92,7 @@ def check_copies(machine: Machine) -> Iterator[Check]:
         what = ("their files overwrite each other" if machine.mixed
                 else f"the first on the path wins, which is {machine.triton or 'unusable'}")
         yield line("two Tritons", "problem" if machine.mixed else "worked around", f"{listed}: {what}")
-    elif shadowed(machine) and not stale:
+    elif shadowed(machine):
         [(_, version, folder)] = copies
         yield line("loaded Triton", "worked around",
                    f"{machine.triton} is loaded from {_folder_of('triton')}, but {version} is installed in "
@@ -153,9 +150,10 @@ def check_ptxas(machine: Machine) -> Iterator[Check]:
 def check_driver(machine: Machine) -> Iterator[Check]:
     """Report the driver, and why torch does not see a GPU that the driver has."""
     driver = machine.driver
+    updated = "version mismatch" in driver.failed
     if not driver.cards:
-        yield line("driver", "could not check" if machine.on_gpu else "ok",
-                   driver.failed or "no NVIDIA driver")
+        yield line("driver", "degraded" if updated else "could not check" if machine.on_gpu else "ok",
+                   driver.failed or "no NVIDIA driver", "sudo reboot" if updated else "")
         return
     built = str(machine.torch.version.cuda or "") if machine.torch is not None else ""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -168,15 +166,15 @@ def check_driver(machine: Machine) -> Iterator[Check]:
                else "")
         yield line("driver", "could not check" if old else "ok", f"{driver}{old}")
         return
-    updated = "version mismatch" in driver.failed
     why = (f"is a {machine.build.removesuffix(' build')} build" if not built
            else f"(CUDA {built}) does not see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
            else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
            if machine.driver_too_old
            else f"(CUDA {built}) finds no GPU: the running driver and its library are of different "
                 "versions, as after an update" if updated
-           else f"(CUDA {built}) finds no GPU: "
-                f"{driver.failed or 'the driver gives this user or container no access'}")
+           else f"(CUDA {built}) finds no GPU: " + (
+               driver.failed if driver.failed.startswith("nvidia-smi:")
+               else "the driver gives this user or container no access"))
     yield line("driver", "degraded",
                f"your {machine.card_names} (driver {driver.version or 'unknown'}) is not used: torch "
                f"{machine.torch.__version__} {why}",

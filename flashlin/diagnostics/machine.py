@@ -176,6 +176,14 @@ class Machine(NamedTuple):
                      if folder and "numpy" in self.torch_error and (Path(folder) / "numpy").is_dir()), "")
 
     @property
+    def leftovers(self) -> list[Dist]:
+        """Return the metadata of Tritons whose files the loaded release has replaced in the same folder."""
+        tritons = [dist for dist in self.dists if dist.name in TRITON_NAMES]
+        here = {(dist.name, dist.folder) for dist in tritons if dist.version == self.triton}
+        return [dist for dist in tritons
+                if dist.version != self.triton and (dist.name, dist.folder) in here]
+
+    @property
     def mixed(self) -> list[str]:
         """Return the names of the Triton distributions, if several are installed into the same folder."""
         tritons = sorted({(dist.name, dist.folder) for dist in self.dists if dist.name in TRITON_NAMES})
@@ -262,7 +270,8 @@ def _devices(torch: Any) -> list[str]:
 
 def shadowed(machine: Machine) -> bool:
     """Return True if the loaded Triton is not the one that pip would replace."""
-    copies = {(one.version, one.folder) for one in machine.dists if one.name in TRITON_NAMES}
+    copies = {(one.version, one.folder) for one in machine.dists
+              if one.name in TRITON_NAMES and one not in machine.leftovers}
     return not machine.mixed and bool(machine.triton) and (
         len(copies) > 1 or any(release(version) != release(machine.triton) for version, _ in copies))
 

@@ -129,10 +129,10 @@ def failures() -> tuple[Known, ...]:
 
 def rows(known: Known) -> dict[str, str]:
     """Return the lines that ``flashlin why`` prints about a known failure, as {label: text}."""
-    said = {"tell apart": known.where if known.asked else "",
+    said = {"tell apart": known.apart,
             "fix": known.need if known.asked else NEWER.sub(r"\1upgrade to Triton \2", known.otherwise),
             "in flashlin": _handled(known),
-            "where": "" if known.asked or known.where == EVERYWHERE else known.where,
+            "where": "" if known.where == EVERYWHERE else known.where,
             "in the traceback": known.seen_in.strip(),
             "source": "; ".join(filter(None, (known.known, known.link)))}
     return {name: text for name, text in said.items() if text}
