@@ -9,8 +9,9 @@ import pytest
 from machines import H200, installed, made, package
 
 import flashlin
+from flashlin.__main__ import main
 from flashlin.compat.versions import release
-from flashlin.diagnostics import checks, driver, environment, requirements
+from flashlin.diagnostics import checks, driver, environment, packages, requirements
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics.importing import Tried
 from flashlin.diagnostics.machine import Dist, Machine
@@ -46,6 +47,10 @@ def test_a_driver_that_was_updated_needs_a_reboot(monkeypatch: pytest.MonkeyPatc
     assert (found.status, found.fix) == ("degraded", "sudo reboot") and "different versions" in found.detail
     other = told(made()._replace(driver=driver.Driver("570.86", (card,), "nvidia-smi: odd")), "driver")
     assert not other.fix and other.detail.endswith("finds no GPU: nvidia-smi: odd")
+    hidden = told(made()._replace(driver=driver.Driver("570.86", (card,), "nvidia-smi is missing")), "driver")
+    assert hidden.detail.endswith("the driver gives this user or container no access")
+    unseen = told(made()._replace(driver=driver.Driver("", (), SMI)), "driver")  # without /proc/driver/nvidia
+    assert (unseen.status, unseen.fix, unseen.detail) == ("degraded", "sudo reboot", SMI)
 
 
 def test_a_triton_for_windows_is_removed_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +145,18 @@ def test_headers_come_from_where_python_came_from(folder: str, command: str,
     [found] = environment.check_headers(made(H200))
     assert found.fix.removeprefix("sudo ") == command.format(*sys.version_info)
     assert ("also has its headers" in found.detail) == (not command)
+
+
+def test_the_command_line_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(installed(package(tmp_path, "kernels", ""), "kernels", "0.17.2")))
+    monkeypatch.setattr(packages, "to_import", lambda: {"kernels": "kernels"})
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        main(["doctor"])
+        assert ("flashlin doctor: imports kernels, for 3.5 s at most" in capsys.readouterr().err) == terminal
+    assert main(["doctor", "--imports", "-1"]) == 2
+    assert "--imports: got -1, need 0 or more seconds" in capsys.readouterr().err
 
 
 def test_a_ptxas_that_does_not_know_the_gpu_is_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
