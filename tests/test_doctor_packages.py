@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 import time
@@ -391,6 +392,24 @@ def test_children_say_what_an_import_raises_and_how_one_ends_or_hangs(
     assert time.monotonic() - since < 45
     assert hung["hanging"][::2] == ("its import gave no answer in 10 s and was ended", False)
     assert hung["fine"].known, "the result arrived while another child hung"
+
+
+@pytest.mark.skipif(not hasattr(os, "getpriority"), reason="Windows has no nice")
+def test_a_child_takes_no_time_from_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(tmp_path, "telling", "import os, pathlib\n"
+            "group = pathlib.Path('/proc/self/autogroup')\n"
+            "weight = group.read_text().split()[-1] if group.exists() else '15'\n"
+            "raise ImportError(f'nice {os.getpriority(os.PRIO_PROCESS, 0)} {weight}')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    lowered = min(19, mine + 15)
+    assert importing.tried({"telling": "telling"})["telling"].error == f"ImportError: nice {lowered} 15"
+    monkeypatch.setattr(os, "nice", lambda more: None)
+    group = Path("/proc/self/autogroup")
+    before = group.read_text() if group.exists() else ""
+    if os.getsid(0) != os.getpid():
+        importing.step_back()
+        assert not before or group.read_text() == before, "the session of another process is unchanged"
 
 
 def test_a_hang_could_not_be_checked(world: World) -> None:

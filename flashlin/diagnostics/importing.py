@@ -8,12 +8,14 @@ The child prints one JSON line with the error (``""`` if there is none) and the 
 """
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 from flashlin.compat.subprocesses import Ended, Process, channel, python
@@ -66,8 +68,20 @@ def _outcome(ended: Ended) -> Tried:
     return Tried(f"its import {ended.ending}", ended.seconds, known=ended.code is not None)
 
 
+def step_back() -> None:
+    """Lower the priority of this process, so that the work of its parent goes first if there are few cores."""
+    if hasattr(os, "nice"):  # Windows lacks it
+        os.nice(15)
+    # Linux divides the processor between sessions first, and applies nice only within a session (sched(7)).
+    # The session of another process must not be changed.
+    if hasattr(os, "getsid") and os.getsid(0) == os.getpid():
+        with suppress(OSError):  # a kernel without this feature
+            Path("/proc/self/autogroup").write_text("15")
+
+
 def main() -> None:
     """Import the module that the command line names, and print the result."""
+    step_back()
     say, since = channel(), time.monotonic()
     _, error = attempt(import_module, sys.argv[1])
     say(error=error, seconds=round(time.monotonic() - since, 1))
