@@ -412,6 +412,15 @@ def test_a_child_takes_no_time_from_its_parent(tmp_path: Path, monkeypatch: pyte
         assert not before or group.read_text() == before, "the session of another process is unchanged"
 
 
+def test_a_broken_extension_is_known_before_the_rest_of_its_package_is_imported(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(tmp_path, "causal_conv1d", "import time; time.sleep(600)")
+    package(tmp_path, "causal_conv1d_cuda", "raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    one = importing.tried({"causal_conv1d": "causal_conv1d"})["causal_conv1d"]
+    assert one == Tried("ImportError: undefined symbol: _ZN3c10", one.seconds) and one.seconds < 60
+
+
 def test_a_hang_could_not_be_checked(world: World) -> None:
     installed(package(world.folder, "kernels", ""), "kernels", "0.17.2")
     world.broken = {"kernels": Tried("its import gave no answer in 60 s and was ended", 60, known=False)}

@@ -16,11 +16,10 @@ from typing import NamedTuple
 from flashlin.compat.subprocesses import run_to_end
 from flashlin.compat.target import ptxas_path
 from flashlin.diagnostics.environment import with_variable
+from flashlin.diagnostics.importing import EXTENSIONS
 from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Check, line
 
-# Module of an extension -> its package.
-EXTENSIONS = {"selective_scan_cuda": "mamba_ssm", "causal_conv1d_cuda": "causal_conv1d"}
 LIMIT = 5.0  # seconds; cuobjdump lists the code of a file of 20 MB in 0.02 s
 LISTED = re.compile(r"\.sm_(\d+)(\d)([af]?)\.(cubin|ptx)$", re.MULTILINE)
 

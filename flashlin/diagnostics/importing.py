@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from flashlin.compat.subprocesses import Ended, Process, channel, python
 from flashlin.diagnostics.machine import attempt
 
+# Module of an extension -> its package, which cannot be imported without it.
+EXTENSIONS = {"selective_scan_cuda": "mamba_ssm", "causal_conv1d_cuda": "causal_conv1d"}
 CHILD = partial(python, "flashlin.diagnostics.importing")
 LIMIT = 60.0  # seconds for all children, which run at the same time
 
@@ -79,11 +82,24 @@ def step_back() -> None:
             Path("/proc/self/autogroup").write_text("15")
 
 
+def _extension(package: str) -> None:
+    for name, of in EXTENSIONS.items():
+        if of == package and find_spec(name):
+            import_module("torch")  # the extension needs its libraries
+            import_module(name)
+
+
 def main() -> None:
-    """Import the module that the command line names, and print the result."""
-    step_back()
+    """Import the module that the command line names, and print the result.
+
+    The extension of its package is imported first, because a broken one fails within two seconds.
+    """
     say, since = channel(), time.monotonic()
-    _, error = attempt(import_module, sys.argv[1])
+    module = sys.argv[1]
+    _, error = attempt(_extension, module.partition(".")[0])
+    if not error:
+        step_back()
+        _, error = attempt(import_module, module)
     say(error=error, seconds=round(time.monotonic() - since, 1))
 
 

@@ -23,8 +23,8 @@ from flashlin.compat.known_issues import issues_here
 from flashlin.compat.subprocesses import Process
 from flashlin.compat.target import GPUS
 from flashlin.compat.versions import affected, release
-from flashlin.diagnostics.extension_code import EXTENSIONS, build_again
-from flashlin.diagnostics.importing import Tried, outcomes, tried
+from flashlin.diagnostics.extension_code import build_again
+from flashlin.diagnostics.importing import EXTENSIONS, Tried, outcomes, tried
 from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Binding, Flaw, Package, Status
 from flashlin.integrations import patching
