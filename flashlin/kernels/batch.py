@@ -4,6 +4,7 @@ A ``Batch`` describes one call. Families allocate outputs with it and start the 
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,13 +45,15 @@ def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: i
     return G
 
 
-def zero_forgotten(dg: torch.Tensor | None, g: torch.Tensor | None) -> None:
+def zero_forgotten(dg: torch.Tensor | None, g: torch.Tensor | None, lowest: float = -math.inf) -> None:
     """Set dg to zero, in place, where the log decay g is so low that a state is forgotten (FORGOTTEN).
 
     At such tokens dg is only a rounding error, because large terms cancel in its sums. For a gate e^A f(x),
     the gradient of A is this error times the decay, which may be of any size.
+
+    lowest: lower bound of g. If it is above FORGOTTEN, there is nothing to set.
     """
-    if dg is not None and g is not None:
+    if dg is not None and g is not None and lowest <= FORGOTTEN:
         torch.ops.aten.threshold_backward.grad_input(dg, g, FORGOTTEN, grad_input=dg)  # a single launch
 
 

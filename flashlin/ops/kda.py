@@ -8,6 +8,7 @@ Source: Kimi Team 2025 (arXiv 2510.26692).
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -153,7 +154,8 @@ def run_kda(request: Request, q: Tensor, k: Tensor, v: Tensor, g: Tensor, gate: 
     tensors = (q, k, v, g, b, None, beta)
     if chunk is not None:
         return _with_states(request, tensors, chunk)
-    return run_chunked(FAMILY, request, tensors, grouped=True)
+    lowest = -math.inf if gate[2] is None else gate[2]
+    return run_chunked(FAMILY, request, tensors, grouped=True, lowest=lowest)
 
 
 def _with_states(request: Request, tensors: tuple[Tensor | None, ...],

@@ -5,6 +5,7 @@ operator.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_lengths_share_a_graph(op: str) -> None:
 
 def test_the_library_operators() -> None:
     q, k, v, g, beta, h0 = leaves("chunk_kda", 1, 9, 1)
-    how = (torch.float32, "chunk", True, "chunk_kda")
+    how = (torch.float32, "chunk", True, "chunk_kda", -math.inf)
     torch.library.opcheck(torch.ops.flashlin.dplr,
                           (q, k, v, g, None, None, beta, h0, None, 0.25, True, False, *how))
     q, k, v, a, b, g, _ = leaves("chunk_rwkv7", 1, 9, 1)
@@ -166,3 +167,21 @@ def test_the_library_operators() -> None:
         torch.library.opcheck(torch.ops.flashlin.dplr_backward, (
             q, k, v, g, a, b, None, None, None, None, None, torch.ones_like(v), None, 0.25, False, False,
             *how, "q k v g a b"))
+
+
+@pytest.mark.parametrize(("bound", "passes"), [(None, 1), (-100.0, 1), (-87.0, 0), (-5.0, 0)])
+def test_a_gate_whose_bound_forgets_nothing_saves_a_pass_over_its_gradient(
+        bound: float | None, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, g, beta, _ = leaves("chunk_kda", 1, 20, 1)
+    launched = 0
+
+    def counted(*given: Any, **more: Any) -> Any:
+        nonlocal launched
+        launched += 1
+        return launch(*given, **more)
+    launch = torch.ops.aten.threshold_backward.grad_input
+    monkeypatch.setattr(torch.ops.aten.threshold_backward, "grad_input", counted)
+    o, _ = flashlin.chunk_kda(q, k, v, g * 100, beta, use_gate_in_kernel=True, A_log=torch.zeros(1),
+                              lower_bound=bound)
+    assert torch.autograd.grad(o.sum(), [g])[0].isfinite().all()
+    assert launched == passes

@@ -565,5 +565,5 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     # Only families with one writing vector need these zeros. With two writing vectors they are skipped,
     # because the launch would read and write all of dg, the largest gradient.
     if x.b is None:
-        zero_forgotten(grads["dg"], x.g)
+        zero_forgotten(grads["dg"], x.g, how.lowest)
     return batch.by_tensor(grads)

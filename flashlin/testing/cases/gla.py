@@ -67,7 +67,8 @@ CASES: list[Case] = [
     _token("v-first", V_FIRST, K=24, V=40, T=6), _token("reverse", REVERSE, T=6, K=16, V=24),
     _token("reverse-packed", REVERSE, edges=(0, 0, 3, 5), K=16, V=24, values=True),
     _token("segments", B=1, H=1, T=66, K=16, V=16),
-    _token("ungated-segments", keys=False, B=1, H=1, T=66, K=16, V=16), _token("one-token", T=1)]
+    _token("ungated-segments", keys=False, B=1, H=1, T=66, K=16, V=16), _token("one-token", T=1),
+    _token("heads-of-256", B=1, H=1, T=3, K=256, V=256)]
 
 # RWKV-6 in chunks: the same inputs under other names, and a bonus u. As a parameter, u has the dtype of the
 # model.

@@ -358,6 +358,7 @@ CASES: list[Case] = [
     _scan("no-softplus", {"dt_softplus": False}, step="large", T=70), _scan("large-steps", step="large"),
     _scan("tiny-steps", step="tiny", T=70), _scan("forgetting", step="forgetting", seq=(5, 1, 40, 24), T=70),
     _scan("sequences", seq=(5, 1, 60, 70, 14)), _scan("in-parts", B=1, T=1600),
+    _scan("in-parts-wide", B=1, T=1600, H=24, V=64, G=1, K=128),
     _scan("token-each", seq=(1,) * 66, B=1, T=66, given=("initial_states",)), _scan("one-token", T=1),
     _scan("packed", VARLEN, edges=(0, 1, 1, 66, 130, 150)),
     _scan("packed-no-state", VARLEN, edges=(0, 40, 40), given=("z",)),
