@@ -1,7 +1,6 @@
 """The scalar arguments of chunked families. Their tensors are in ``inputs.py`` of each family."""
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from torch import dtype
@@ -20,7 +19,6 @@ class Scalars(NamedTuple):
     mode: "chunk" or "fused_recurrent".
     needs_grad: True if forward keeps tensors for backward.
     call: name of the public op, for messages.
-    lowest: lower bound of the log decays, if the call knows one.
     """
     scale: float
     has_ht: bool
@@ -29,4 +27,3 @@ class Scalars(NamedTuple):
     mode: str
     needs_grad: bool
     call: str
-    lowest: float = -math.inf

@@ -35,7 +35,7 @@ FAMILY = Chunked("dplr", inputs.Inputs, {
     "a": Argument(("B", "T", "HV", "K"), optional=True), "b": Argument(("B", "T", "HV", "K"), optional=True),
     "beta": Argument(("B", "T", "HV"), wide=True, optional=True,
                      hint=" (a beta per value channel needs fused_recurrent)")}, torch_path.compute,
-    over_ranks=run_over_ranks)
+    scalars=inputs.Scalars, over_ranks=run_over_ranks)
 
 
 @entry

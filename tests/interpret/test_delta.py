@@ -4,7 +4,6 @@ The tests cover batches in slices, rows of no sequence, and the library operator
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,8 +66,7 @@ def test_lengths_share_a_graph() -> None:
 def test_the_library_operator(gated: bool) -> None:
     q, k, v, g, beta, h0 = leaves(1, 9, 1)
     arguments = (q, k, v, beta, g if gated else None, None, h0 if gated else None, None, 0.25, gated, False,
-                 torch.float32, "chunk", True, "chunk_gated_delta_rule" if gated else "chunk_delta_rule",
-                 -math.inf)
+                 torch.float32, "chunk", True, "chunk_gated_delta_rule" if gated else "chunk_delta_rule")
     # The runs are not compared to the bit, because some columns of the tensors kept for backward are undefined.
     # The test above compares the results.
     torch.library.opcheck(torch.ops.flashlin.delta.default, arguments,

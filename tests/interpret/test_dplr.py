@@ -157,7 +157,7 @@ def test_lengths_share_a_graph(op: str) -> None:
 
 def test_the_library_operators() -> None:
     q, k, v, g, beta, h0 = leaves("chunk_kda", 1, 9, 1)
-    how = (torch.float32, "chunk", True, "chunk_kda", -math.inf)
+    how = (torch.float32, "chunk", -math.inf, True, "chunk_kda")
     torch.library.opcheck(torch.ops.flashlin.dplr,
                           (q, k, v, g, None, None, beta, h0, None, 0.25, True, False, *how))
     q, k, v, a, b, g, _ = leaves("chunk_rwkv7", 1, 9, 1)

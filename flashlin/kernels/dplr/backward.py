@@ -45,9 +45,9 @@ import triton.language as tl
 
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, zero_forgotten
-from flashlin.kernels.chunked import STATE_ALONE, Scalars
+from flashlin.kernels.chunked import STATE_ALONE
 from flashlin.kernels.dplr.forward import erases, prepare
-from flashlin.kernels.dplr.inputs import Inputs
+from flashlin.kernels.dplr.inputs import Inputs, Scalars
 from flashlin.kernels.dplr.one_reference import dplr_grads_one
 from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sums_read

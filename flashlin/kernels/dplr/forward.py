@@ -48,8 +48,7 @@ import triton.language as tl
 
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision
-from flashlin.kernels.chunked import Scalars
-from flashlin.kernels.dplr.inputs import Inputs
+from flashlin.kernels.dplr.inputs import Inputs, Scalars
 from flashlin.kernels.dplr.one_reference import dplr_prepare_one
 from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.gla.decays import sums_at, sums_read

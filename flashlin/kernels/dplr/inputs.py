@@ -1,9 +1,10 @@
 """The input tensors of the delta families with a decay for each key channel."""
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 
 class Inputs(NamedTuple):
@@ -31,3 +32,18 @@ class Inputs(NamedTuple):
     beta: Tensor | None
     h0: Tensor | None
     bounds: Tensor | None
+
+
+class Scalars(NamedTuple):
+    """The scalar arguments of one call: those of ``kernels/chunked.py``, and one more.
+
+    lowest: lower bound of the log decays.
+    """
+    scale: float
+    has_ht: bool
+    state_v_first: bool
+    out_dtype: dtype
+    mode: str
+    lowest: float = -math.inf
+    needs_grad: bool = False
+    call: str = ""

@@ -15,11 +15,13 @@ from flashlin.kernels.gla.torch_path import after, scores, until
 from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences, running_sum
 
 
-def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def compute(x: Inputs, scale: float, lowest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o [B, T, HV, V] and the final states [N, HV, K, V], in float32, or float64 for float64 tensors.
 
     x.h0 has the layout [N, HV, K, V]. If bounds are given, their values are read on the host. For tensors on
     a GPU this is a synchronisation.
+
+    lowest: not used; this is exact for any decay.
     """
     beta = None if x.beta is None else x.beta[..., None]
     return over_sequences(_rows, (x.q, x.k, x.v, x.g, x.a, x.b, beta), x.h0, x.bounds, scale)

@@ -249,7 +249,7 @@ def run_chunked(family: Chunked, request: Request, tensors: tuple[Tensor | None,
     called: the op's own names of the family's tensors, for errors. A tensor listed here is required, even if
         it is optional in the family.
     run: a function that runs the checked call instead of the family's operator.
-    own: the fields of the family's scalars that ``Scalars`` does not have, and ``lowest``.
+    own: the fields of the family's scalars that ``Scalars`` does not have.
     """
     called = called or {}
     if request.process_group is not None or request.cp_context is not None:
