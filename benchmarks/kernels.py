@@ -86,7 +86,8 @@ def main() -> None:
                       "set": options.set, "decay": options.decay, "device": torch.cuda.get_device_name(),
                       "triton": triton.__version__, "torch": torch.__version__,
                       "date": datetime.date.today().isoformat(),
-                      **{kernel: round(median(found), 4) for kernel, found in times.items()}}))
+                      **{kernel: round(median(found), 4) for kernel, found in times.items()}},
+                     separators=(",", ":")))
 
 
 if __name__ == "__main__":
