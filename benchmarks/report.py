@@ -321,8 +321,9 @@ def _index(by_machine: dict[tuple[str, str], list[Row]]) -> str:
         if any(TRITON in row.peers and FLA not in row.peers for row in shown):
             lines += ["In the rows with *fla (Triton)* but without *fla*, only fla's Triton kernels were "
                       "measured; with FlashQLA or TileLang, fla may be faster.", ""]
-        if any(row.row.get("layer") == "GatedDeltaNet" and "FlashQLA" not in row.peers for row in shown):
-            lines += ["FlashQLA was not measured in the rows of *GatedDeltaNet*.", ""]
+        if lacking := [row.row["shape"] for row in shown
+                       if row.row.get("layer") == "GatedDeltaNet" and "FlashQLA" not in row.peers]:
+            lines += [f"FlashQLA was not measured as *GatedDeltaNet* calls it at {', '.join(lacking)}.", ""]
         for words, some in (("a peer is faster", [row for row in shown if row.slower]),
                             ("flashlin is the fastest", [row for row in shown if not row.slower])):
             if some:

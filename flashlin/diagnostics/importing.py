@@ -9,6 +9,7 @@ The child prints one JSON line with the error (``""`` if there is none) and the 
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,9 @@ from typing import NamedTuple
 from flashlin.compat.subprocesses import Ended, Process, channel, python
 from flashlin.diagnostics.machine import attempt
 
-# Module of an extension -> its package, which cannot be imported without it.
+LOWER = 10  # added to the nice value of a child
+AUTOGROUP = Path("/proc/self/autogroup")
+# Extension -> its package. The modules in ``packages.PACKAGES`` cannot be imported without their extension.
 EXTENSIONS = {"selective_scan_cuda": "mamba_ssm", "causal_conv1d_cuda": "causal_conv1d"}
 CHILD = partial(python, "flashlin.diagnostics.importing")
 LIMIT = 60.0  # seconds for all children, which run at the same time
@@ -72,17 +75,25 @@ def _outcome(ended: Ended) -> Tried:
 
 
 def step_back() -> None:
-    """Lower the priority of this process, so that the work of its parent goes first if there are few cores."""
-    if hasattr(os, "nice"):  # Windows lacks it
-        os.nice(15)
-    # Linux divides the processor between sessions first, and applies nice only within a session (sched(7)).
-    # The session of another process must not be changed.
-    if hasattr(os, "getsid") and os.getsid(0) == os.getpid():
-        with suppress(OSError):  # a kernel without this feature
-            Path("/proc/self/autogroup").write_text("15")
+    """Lower the priority of this process, so that its parent goes first if there are few cores."""
+    with suppress(AttributeError, OSError):  # Windows lacks it, and a sandbox may refuse it
+        os.nice(LOWER)
+    # With autogroup, Linux first shares the CPU between sessions. Then nice has an effect only within a
+    # session (sched(7)). The value belongs to the whole session, so only the leader of a session changes
+    # it. Linux accepts one change in 0.1 s on the whole machine, except from root.
+    for _ in range(10 if hasattr(os, "getsid") and os.getsid(0) == os.getpid() else 0):
+        try:
+            AUTOGROUP.write_text(str(LOWER))
+        except BlockingIOError:
+            time.sleep(random.uniform(0.1, 0.2))
+            continue
+        except OSError:  # no /proc, or a kernel without autogroup
+            pass
+        break
 
 
-def _extension(package: str) -> None:
+def import_extension(package: str) -> None:
+    """Import the compiled extension of a package, if the package has one."""
     for name, of in EXTENSIONS.items():
         if of == package and find_spec(name):
             import_module("torch")  # the extension needs its libraries
@@ -92,11 +103,12 @@ def _extension(package: str) -> None:
 def main() -> None:
     """Import the module that the command line names, and print the result.
 
-    The extension of its package is imported first, because a broken one fails within two seconds.
+    The extension of its package is imported first, at normal priority. So the error of a broken extension
+    arrives before the time limit, even on few cores.
     """
     say, since = channel(), time.monotonic()
     module = sys.argv[1]
-    _, error = attempt(_extension, module.partition(".")[0])
+    _, error = attempt(import_extension, module.partition(".")[0])
     if not error:
         step_back()
         _, error = attempt(import_module, module)

@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 class Scalars(NamedTuple):
     """The scalar arguments of one call: those of ``kernels/chunked.py``, and one more.
 
-    lowest: lower bound of the log decays.
+    lowest: no log decay is below this number; -inf if no bound is known.
     """
     scale: float
     has_ht: bool
