@@ -18,7 +18,7 @@ from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics.report import Flaw, Ran, Report
 from tests.simulated import World
 
-pytestmark = pytest.mark.usefixtures("default_settings")
+pytestmark = pytest.mark.usefixtures("default_settings", "home")
 FOLDER = Path(__file__).parent / "texts"
 MACHINES = {
     "laptop": World(torch="2.13.0+cpu", triton="3.7.1", driver=""),
