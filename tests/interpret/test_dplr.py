@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import flashlin
 from flashlin.kernels.delta.reference import recurrence as recurrence_of_keys
 from flashlin.kernels.dplr.reference import recurrence
+from flashlin.ops import dplr_delta_rule  # noqa: F401  registers the library operators
 from flashlin.testing.compare import judge, poisoned
 
 OPS = pytest.mark.parametrize("op", ["chunk_kda", "chunk_dplr_delta_rule"])
