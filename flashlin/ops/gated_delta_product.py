@@ -18,13 +18,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.tensors import (
-    check_cu_seqlens,
-    check_floats,
-    check_values,
-    need_tensor,
-    shareable,
-)
+from flashlin.guards.tensors import check_cu_seqlens, check_floats, check_values, need_tensor, shareable
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry

@@ -27,13 +27,7 @@ from flashlin.guards.tensors import (
 )
 from flashlin.kernels.recurrent import pool_torch
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common.casting import (
-    can_write,
-    common_dtype,
-    count_of,
-    dtype_as_planned,
-    wants_grad,
-)
+from flashlin.ops._common.casting import can_write, common_dtype, count_of, dtype_as_planned, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Overwriting, kernels
 from flashlin.ops._common.pipeline import traced_over_heads

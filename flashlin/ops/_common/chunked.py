@@ -40,13 +40,7 @@ from flashlin.ops._common.casting import (
 )
 from flashlin.ops._common.entry import outside
 from flashlin.ops._common.operator import Gradients, Operator, kernels
-from flashlin.ops._common.pipeline import (
-    TracedCall,
-    exporting,
-    planned,
-    problem_of_heads,
-    traced_over_heads,
-)
+from flashlin.ops._common.pipeline import TracedCall, exporting, planned, problem_of_heads, traced_over_heads
 from flashlin.ops._common.replay import Call, calls, key_of, run_replayed
 
 MODES = ("auto", "chunk", "fused_recurrent")
