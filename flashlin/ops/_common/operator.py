@@ -128,9 +128,8 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
         return self.outputs(*[t if t is None or number < self.returns else t.data
                               for number, t in enumerate(read)])
 
-    def gradients(
-        self, compute: Callable[[frozenset[str]], Gradients], grads: Y, how: S, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def gradients(self, compute: Callable[[frozenset[str]], Gradients], grads: Y, how: S,
+                  needs: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of the input tensors in their order, None if not needed.
 
         Only gradients that do not equal another one (``same``) are computed.
@@ -158,9 +157,8 @@ def _who(ctx: Any) -> tuple[str, str]:
     return how.call, operator.instead
 
 
-def _gradients(
-    ctx: Any, saved: list[Tensor | None], given: tuple[Tensor | None, ...], needs: Sequence[bool]
-) -> list[Tensor | None]:
+def _gradients(ctx: Any, saved: list[Tensor | None], given: tuple[Tensor | None, ...],
+               needs: Sequence[bool]) -> list[Tensor | None]:
     """Return the gradients of the operator's tensors in their order, None if not needed.
 
     The list ``saved`` is emptied, so that its memory can be reused.
@@ -171,9 +169,8 @@ def _gradients(
         y = operator.own(y)
         saved.clear()
     grads = operator.outputs(*given, *operator.missing)
-    gradients: list[Tensor | None] = operator.gradients(
-        partial(operator.backward, plan, x, y, grads, how), grads, how, needs
-    )
+    compute = partial(operator.backward, plan, x, y, grads, how)
+    gradients: list[Tensor | None] = operator.gradients(compute, grads, how, needs)
     return gradients
 
 
@@ -185,9 +182,8 @@ def _differentiate_plainly(ctx: Any, saved: list[Tensor | None], *given: Tensor 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, call: tuple[Operator[Any, Any, Any], Plan, Any, tuple[Any, ...]], *tensors: Tensor | None
-    ) -> Any:
+    def forward(ctx: Any, call: tuple[Operator[Any, Any, Any], Plan, Any, tuple[Any, ...]],
+                *tensors: Tensor | None) -> Any:
         operator, plan, how, record = call  # one argument, because torch spends time on each in forward and backward
         x = operator.tensors(*tensors)
         y = operator.forward(plan, x, how, *record)
@@ -222,31 +218,19 @@ class _Library(Generic[X, S, Y]):
         beside = typed(operator.scalars)
         results = ", ".join("Tensor" for _ in operator.output_names)
         there = torch.library.custom_op(
-            f"flashlin::{operator.name}",
-            self._run,
-            mutates_args=(),
-            schema=f"({', '.join([*typed(operator.tensors), *beside])}) -> ({results})",
-        )
+            f"flashlin::{operator.name}", self._run, mutates_args=(),
+            schema=f"({', '.join([*typed(operator.tensors), *beside])}) -> ({results})")
         there.register_fake(self._run_fake)
         there.register_autograd(
             _differentiate_plainly if operator.plain_backward else self._differentiate,
-            setup_context=self._save,
-        )
+            setup_context=self._save)
         if operator.plain_backward:
             return
-        read = [
-            *operator.names,
-            *(f"kept_{name}" for name in operator.output_names),
-            *(f"d_{name}" for name in operator.output_names[: operator.returns]),
-        ]
+        read = [*operator.names, *(f"kept_{name}" for name in operator.output_names),
+                *(f"d_{name}" for name in operator.output_names[: operator.returns])]
         back = torch.library.custom_op(
-            f"flashlin::{operator.name}_backward",
-            self._pull_back,
-            mutates_args=(),
-            schema=(
-                f"({', '.join([*(f'Tensor? {name}' for name in read), *beside])}, str wanted) -> Tensor[]"
-            ),
-        )
+            f"flashlin::{operator.name}_backward", self._pull_back, mutates_args=(),
+            schema=f"({', '.join([*(f'Tensor? {name}' for name in read), *beside])}, str wanted) -> Tensor[]")
         back.register_fake(self._pull_back_fake)
         once_traced(back)
 
@@ -283,9 +267,8 @@ class _Library(Generic[X, S, Y]):
         x, how = _split(self.of.tensors, self.of.scalars, inputs)
         ctx.call = self.of, None, how
         ctx.set_materialize_grads(False)
-        x_kept, y_kept = self.of.kept(
-            x, self.of.outputs(*(None if t.dtype == NOTHING else t for t in output)), how
-        )
+        y = self.of.outputs(*(None if t.dtype == NOTHING else t for t in output))
+        x_kept, y_kept = self.of.kept(x, y, how)
         ctx.save_for_backward(*x_kept, *y_kept)
 
     def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -316,9 +299,8 @@ class _Library(Generic[X, S, Y]):
         else:
             on_torch = self.of.on_torch
             assert on_torch is not None  # operators without on_torch have plain_backward and do not come here
-            gradients = pulled_back(
-                lambda x: on_torch(x, how)[: self.of.returns], x, wanted, grads[: self.of.returns]
-            )
+            count = self.of.returns
+            gradients = pulled_back(lambda x: on_torch(x, how)[:count], x, wanted, grads[:count])
         taken = {t.untyped_storage().data_ptr() for t in grads if t is not None}
         return [_apart(gradients[name], self._like(x, how, name), taken) for name in wanted]
 
@@ -368,8 +350,7 @@ class Overwriting(Planned[X, S]):
             f"flashlin::{self.name}",
             without_autocast(lambda *arguments: self.run_planned(*self._split(arguments)).contiguous()),
             mutates_args=(self.written,),
-            schema=f"({inputs.replace(f'Tensor {self.written}', f'Tensor(a!) {self.written}')}) -> Tensor",
-        )
+            schema=f"({inputs.replace(f'Tensor {self.written}', f'Tensor(a!) {self.written}')}) -> Tensor")
         library.register_fake(lambda *arguments: self.empty(*self._split(arguments)))
 
     def __call__(self, plan: Plan | None, x: X, how: S) -> Tensor:
@@ -399,9 +380,8 @@ def typed(fields: Any) -> list[str]:
     return [f"{SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(fields).items()]
 
 
-def _split(
-    tensors: Callable[..., X], scalars: Callable[..., S], arguments: Sequence[Any]
-) -> tuple[X, S]:
+def _split(tensors: Callable[..., X], scalars: Callable[..., S],
+           arguments: Sequence[Any]) -> tuple[X, S]:
     """Return the arguments of a library operator as its two NamedTuples, tensors and scalars."""
     count = len(fields_of(tensors))
     return tensors(*arguments[:count]), scalars(*arguments[count:])
