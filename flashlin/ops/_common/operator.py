@@ -236,7 +236,7 @@ class _Library(Generic[X, S, Y]):
 
     @without_autocast
     def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
-        x, how = _split(self.of.tensors, self.of.scalars, arguments)
+        x, how = _split(self.of, arguments)
         plan = planned(self.of.problem(x, how), x[0].device)
         if plan.problem.path != "torch" or self.of.on_torch is None:
             return _all_there(self.of.forward(plan, x, how), x[0])
@@ -244,7 +244,7 @@ class _Library(Generic[X, S, Y]):
         return _all_there(self._on_torch(x, how, on_torch(x, how)), x[0])
 
     def _run_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        x, how = _split(self.of.tensors, self.of.scalars, arguments)
+        x, how = _split(self.of, arguments)
         return _all_there(self.empty(x, how), x[0])
 
     def _on_torch(self, x: X, how: Any, made: Outputs) -> list[Tensor | None]:
@@ -264,7 +264,7 @@ class _Library(Generic[X, S, Y]):
         return outputs
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-        x, how = _split(self.of.tensors, self.of.scalars, inputs)
+        x, how = _split(self.of, inputs)
         ctx.call = self.of, None, how
         ctx.set_materialize_grads(False)
         y = self.of.outputs(*(None if t.dtype == NOTHING else t for t in output))
@@ -348,19 +348,16 @@ class Overwriting(Planned[X, S]):
         inputs = ", ".join([*typed(self.tensors), *typed(self.scalars)])
         library = torch.library.custom_op(
             f"flashlin::{self.name}",
-            without_autocast(lambda *arguments: self.run_planned(*self._split(arguments)).contiguous()),
+            without_autocast(lambda *arguments: self.run_planned(*_split(self, arguments)).contiguous()),
             mutates_args=(self.written,),
             schema=f"({inputs.replace(f'Tensor {self.written}', f'Tensor(a!) {self.written}')}) -> Tensor")
-        library.register_fake(lambda *arguments: self.empty(*self._split(arguments)))
+        library.register_fake(lambda *arguments: self.empty(*_split(self, arguments)))
 
     def __call__(self, plan: Plan | None, x: X, how: S) -> Tensor:
         if plan is None:
             traced: Tensor = getattr(torch.ops.flashlin, self.name)(*x, *how)
             return traced
         return self.launch(plan, x, how)
-
-    def _split(self, arguments: Sequence[Any]) -> tuple[X, S]:
-        return _split(self.tensors, self.scalars, arguments)
 
 
 @cache
@@ -380,11 +377,10 @@ def typed(fields: Any) -> list[str]:
     return [f"{SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(fields).items()]
 
 
-def _split(tensors: Callable[..., X], scalars: Callable[..., S],
-           arguments: Sequence[Any]) -> tuple[X, S]:
+def _split(of: Operator[X, S, Any] | Overwriting[X, S], arguments: Sequence[Any]) -> tuple[X, S]:
     """Return the arguments of a library operator as its two NamedTuples, tensors and scalars."""
-    count = len(fields_of(tensors))
-    return tensors(*arguments[:count]), scalars(*arguments[count:])
+    count = len(fields_of(of.tensors))
+    return of.tensors(*arguments[:count]), of.scalars(*arguments[count:])
 
 
 def _all_there(outputs: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
