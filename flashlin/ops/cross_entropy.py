@@ -291,18 +291,6 @@ def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
     return Tensors(rows, given.target.contiguous()), how
 
 
-def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor, ...]:
-    return torch_path.compute(x.logits, x.target, *terms_of(how))
-
-
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    return kernels("cross_entropy", "forward").launch_forward(plan, _rows(x.logits), x.target, *terms_of(how))
-
-
-def _empty(x: Tensors, how: Scalars) -> list[Tensor]:
-    return [x.logits.new_empty(x.logits.shape[:1], dtype=torch.float32) for _ in Outputs._fields]
-
-
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     """Return the gradient of logits for the gradient of loss; z_loss has no gradient of its own."""
@@ -323,9 +311,14 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 OPERATOR = Operator(
     "cross_entropy", Tensors, Scalars, Outputs, 2, family=FAMILY,
-    problem=lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), on_torch=_on_torch, cast=_cast,
-    forward=_forward, kept=lambda x, y, how: (x, (None, None, y.lse)), backward=_backward,
-    empty=_empty, backward_on_torch=_backward_on_torch)
+    problem=lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), cast=_cast,
+    on_torch=lambda x, how: torch_path.compute(x.logits, x.target, *terms_of(how)),
+    forward=lambda plan, x, how: kernels("cross_entropy", "forward").launch_forward(
+        plan, _rows(x.logits), x.target, *terms_of(how)),
+    kept=lambda x, y, how: (x, (None, None, y.lse)), backward=_backward,
+    empty=lambda x, how: [x.logits.new_empty(x.logits.shape[:1], dtype=torch.float32)
+                          for _ in Outputs._fields],
+    backward_on_torch=_backward_on_torch)
 
 
 class LinearTensors(NamedTuple):

@@ -276,10 +276,6 @@ def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:
     return Inputs(*contiguous(*x)), how
 
 
-def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
-    return kernels(FAMILY, "forward").launch_forward(plan, x, how.dtype)
-
-
 def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     (B, T, _, K), H = x.q.shape, x.angles.shape[2]
@@ -292,5 +288,7 @@ def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator("turning", Inputs, Scalars, Outputs, 6, family=FAMILY, problem=problem_of,
-                    on_torch=lambda x, how: torch_path.compute(x, how.dtype), cast=_cast, forward=_forward,
+                    on_torch=lambda x, how: torch_path.compute(x, how.dtype), cast=_cast,
+                    forward=lambda plan, x, how: kernels(FAMILY, "forward").launch_forward(
+                        plan, x, how.dtype),
                     kept=lambda x, y, how: (x, (*[None] * 5, y.angle)), backward=_backward)
