@@ -24,7 +24,7 @@ from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
 from flashlin.kernels.sequences import widest
 from flashlin.ops._common.arguments import check_nonempty, check_optional
-from flashlin.ops._common.casting import as_planned, contiguous, dtype_as_planned, wants_grad
+from flashlin.ops._common.casting import as_planned, contiguous, dtype_as_planned, dtypes_of, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, kernels
@@ -335,15 +335,10 @@ def checked(given: Tensors, asked: Asked, weight: str = "weight", bias: str = "b
 
 
 def _call_of(given: Tensors, asked: Asked, y_dtype: torch.dtype) -> str:
-    dtypes, options = {y_dtype, given.x.dtype}, []
-    for name in ("residual", "weight", "bias", "gate"):
-        x = getattr(given, name)
-        if x is not None:
-            dtypes.add(x.dtype)
-            options.append(name)
+    options = [name for name in ("residual", "weight", "bias", "gate") if getattr(given, name) is not None]
     if asked.kind == RMS and asked.op in ("layer_norm", "group_norm", "layernorm_fn"):
         options.append("is_rms_norm")
-    return call_of(asked.op, dtypes, options)
+    return call_of(asked.op, {*dtypes_of(given), y_dtype}, options)
 
 
 def problem_of(x: Tensors, how: Scalars) -> Problem:
@@ -404,11 +399,6 @@ class Outputs(NamedTuple):
     rstd: Tensor
 
 
-def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    return kernels("norm", "forward").launch_forward(plan, *x, how.eps, how.kind, how.activation, how.y_dtype,
-                                          how.total_dtype, how.needs_grad)
-
-
 def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor]:
     return torch_path.compute(*x, how.eps, how.kind, how.activation, how.groups)
 
@@ -442,10 +432,6 @@ def _normed(how: Scalars) -> bool:
     An l2 norm stores y for backward, because the next op stores y anyway.
     """
     return how.kind == L2 and how.y_dtype == how.x_dtype
-
-
-def _same(how: Scalars) -> dict[str, str]:
-    return {"residual": "x"} if how.residual_dtype == how.x_dtype else {}
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
@@ -482,5 +468,8 @@ def _like(x: Tensors, how: Scalars, name: str) -> Tensor:
 
 OPERATOR = Operator(
     "norm", Tensors, Scalars, Outputs, 2, family="norm", problem=problem_of, on_torch=_on_torch, cast=_cast,
-    forward=_forward, kept=_kept, backward=_backward, same=_same,
-    empty=_empty, all_on_torch=_all_on_torch, backward_on_torch=_backward_on_torch, like=_like)
+    forward=lambda plan, x, how: kernels("norm", "forward").launch_forward(
+        plan, *x, how.eps, how.kind, how.activation, how.y_dtype, how.total_dtype, how.needs_grad),
+    same=lambda how: {"residual": "x"} if how.residual_dtype == how.x_dtype else {},
+    kept=_kept, backward=_backward, empty=_empty, all_on_torch=_all_on_torch,
+    backward_on_torch=_backward_on_torch, like=_like)
