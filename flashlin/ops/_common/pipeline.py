@@ -50,10 +50,6 @@ class TracedCall(NamedTuple):
     V: int = 1
 
 
-def _by_call(x: Any, how: Any) -> TracedCall:
-    return TracedCall(how.call)
-
-
 @dataclass(eq=False, kw_only=True)
 class Planned(Generic[X, S]):
     """A set of kernels that a plan chooses, with the functions that plan, cast and run a checked call.
@@ -72,7 +68,7 @@ class Planned(Generic[X, S]):
     problem: Callable[[X, S], Problem]
     on_torch: Callable[[X, S], Any] | None = None
     cast: Callable[[X, S, str], tuple[Any, S]] | None = None
-    while_tracing: Callable[[X, S], TracedCall] | None = _by_call
+    while_tracing: Callable[[X, Any], TracedCall] | None = lambda x, how: TracedCall(how.call)
     inside: Callable[[X], bool] = lambda x: False
 
     def __call__(self, plan: Plan | None, x: Any, how: S, *call: Any) -> Any:
