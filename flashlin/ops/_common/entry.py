@@ -26,7 +26,7 @@ the autocast state after each node.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import CO_VARKEYWORDS
 from types import NoneType
@@ -167,7 +167,8 @@ def _without_autocast(function: Callable[..., R], args: Sequence[Any], kwargs: M
     if not _tracing():
         with torch._C._DisableAutocast():  # for all device types
             return function(*args, **kwargs)
-    kind = _kind_of(args) or _kind_of(kwargs.values()) or "meta"
+    kinds = [x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    kind = kinds[0] if kinds else "meta"
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return function(*args, **kwargs)
     outside.autocast = True
@@ -176,14 +177,6 @@ def _without_autocast(function: Callable[..., R], args: Sequence[Any], kwargs: M
             return function(*args, **kwargs)
     finally:
         outside.autocast = False
-
-
-def _kind_of(arguments: Iterable[Any]) -> str | None:
-    """Return the device type of the first tensor, or None if there is no tensor."""
-    for x in arguments:
-        if isinstance(x, Tensor):
-            return x.device.type
-    return None
 
 
 # --- backward ---
@@ -235,8 +228,10 @@ class _Hooks:
         """
         if _tracing() or not (any_autocast() or torch.is_grad_enabled()):
             return
-        if any_autocast():
-            _turn_off(gradients)
+        for x in gradients if any_autocast() else ():
+            if x is not None and x.device.type != "meta":
+                torch.set_autocast_enabled(x.device.type, False)  # torch restores it after the node
+                break
         if self.last:
             _hook_nodes(self.behind, self.first)
         self.last = False  # the next nodes keep their hooks for a second backward of the same graph
@@ -275,11 +270,3 @@ def _hook_nodes(behind: Sequence[tuple[Any, int]], first: int, end: Any = None) 
         seen.add(node)
         _Hooks(node, node.next_functions, first)
         left += node.next_functions
-
-
-def _turn_off(gradients: Sequence[Tensor | None]) -> None:
-    """Turn autocast off for the node that is about to run; torch restores it afterwards."""
-    for x in gradients:
-        if x is not None and x.device.type != "meta":
-            torch.set_autocast_enabled(x.device.type, False)
-            return
