@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashlin.guards.tensors import without_values
 from flashlin.kernels.families import PUBLIC, family_of
+from flashlin.ops._common.casting import name_of
 
 DECAYING = ("simple_gla", "delta", "recurrent", "gla", "dplr", "hgrn")  # families with log decays
 DECAYS = ("g", "gk", "gv", "w", "g_gamma", "ADT")
@@ -113,12 +114,8 @@ def _check(op: str, called: str, name: str, what: str, why: str, x: Tensor) -> N
         wrong &= x != -torch.inf
     if wrong.any():
         raise FloatingPointError(
-            f"{called}: the {what} is {x[wrong][0].item()} at {_at(op, name, wrong)}, and not "
-            f"finite in {int(wrong.sum())} of {x.numel()} values ({_name(x.dtype)}, {list(x.shape)}): {why}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+            f"{called}: the {what} is {x[wrong][0].item()} at {_at(op, name, wrong)}, and not finite in "
+            f"{int(wrong.sum())} of {x.numel()} values ({name_of(x.dtype)}, {list(x.shape)}): {why}")
 
 
 def _at(op: str, name: str, wrong: Tensor) -> str:
@@ -140,7 +137,7 @@ def _at(op: str, name: str, wrong: Tensor) -> str:
 def _too_large(inputs: Mapping[str, Tensor]) -> str:
     size, name, dtype = max((float(x.detach().nan_to_num(neginf=0).abs().max()), name, x.dtype)
                             for name, x in inputs.items() if x.numel())
-    return (f"its inputs are finite, the largest is {size:.3g} in {name}, and {_name(dtype)} ends at "
+    return (f"its inputs are finite, the largest is {size:.3g} in {name}, and {name_of(dtype)} ends at "
             f"{torch.finfo(dtype).max:.3g}; scale the inputs down, or use bfloat16 instead of float16")
 
 
@@ -160,7 +157,7 @@ def _growing(op: str, given: Mapping[str, Any]) -> Iterator[str]:
             yield (f"{told(name, g, most)}, need log decays of at most 0, as F.logsigmoid(gate) or -exp(A_log) "
                    "* softplus(gate + dt_bias); positive ones make the state grow without bound")
         if g.dtype.itemsize == 2 and least == -torch.inf:
-            yield f"{told(name, g, least)}: the gate left {_name(g.dtype)}'s range; compute it in float32"
+            yield f"{told(name, g, least)}: the gate left {name_of(g.dtype)}'s range; compute it in float32"
         if given.get("safe_gate") and least < bound * (1 + SLACK):
             yield (f"{told(name, g, least)} with safe_gate, which promises at least {bound:g}; clamp the gate, "
                    "or leave safe_gate out")
