@@ -128,7 +128,7 @@ class Chunked:
                         if argument.optional and not argument.constant]
         self.own = [name for name in self.scalars._fields if name not in Scalars._fields]
         self.operator: Operator[Any, Scalars, Any] = Operator(
-            self.name, self.tensors, self.scalars, _outputs(self.kept), 2, family=self.name,
+            self.name, self.tensors, self.scalars, outputs_of(self.kept), 2, family=self.name,
             problem=self.problem, on_torch=self.on_torch, cast=self.cast, inside=self.inside,
             while_tracing=self.while_tracing, forward=self.forward,
             kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward, empty=self.empty)
@@ -220,7 +220,7 @@ class Chunked:
                             else ht[..., :K, :V])
 
 
-def _outputs(kept: tuple[str, ...]) -> Any:
+def outputs_of(kept: tuple[str, ...]) -> Any:
     """Return the NamedTuple class of o, the final state and the tensors kept for backward."""
     return NamedTuple("Outputs", [("o", Tensor), *((name, Tensor | None) for name in ("ht", *kept))])
 

@@ -33,10 +33,10 @@ from flashlin.guards.plan_types import Plan
 from flashlin.guards.tensors import check_qkv, check_state
 from flashlin.kernels.chunked import Scalars
 from flashlin.ops._common import chunked, ranks
-from flashlin.ops._common.casting import SIXTEEN_BITS, wants_grad
+from flashlin.ops._common.casting import SIXTEEN_BITS, count_of, wants_grad
 from flashlin.ops._common.chunked import Chunked, Request, check_beside, run_chunked
 from flashlin.ops._common.gradients import pulled_back
-from flashlin.ops._common.operator import Gradients, Operator, Outputs, fields_of
+from flashlin.ops._common.operator import Gradients, Operator, Outputs
 from flashlin.ops._common.pipeline import planned
 from flashlin.ops._common.ranks import Shard
 
@@ -143,10 +143,6 @@ def operator(family: Chunked) -> Operator[Any, Over, Any]:
                     forward=chain.forward, kept=chain.kept, backward=chain.backward, instead=INSTEAD)
 
 
-def _outputs(names: tuple[str, ...]) -> Any:
-    return NamedTuple("Outputs", [(name, Tensor | None) for name in names])
-
-
 class _Chain:
     """Forward and backward of a family's op with exchanges of states between ranks.
 
@@ -159,7 +155,7 @@ class _Chain:
 
     def __init__(self, family: Chunked) -> None:
         self.family = family
-        self.outputs = _outputs((*fields_of(family.operator.outputs), "began", "transfers"))
+        self.outputs = chunked.outputs_of((*family.kept, "began", "transfers"))
 
     def cast(self, x: Any, over: Over, dot: str) -> tuple[Any, Over]:
         x, how = self.family.cast(x, over.how, dot)
@@ -182,8 +178,7 @@ class _Chain:
         if shard.before:  # NaN until the states arrive, so that a read before their arrival is visible
             rest = x.h0
             if rest is None:
-                n = B if x.bounds is None else x.bounds.shape[0] - 1
-                rest = _turned(left.new_zeros(n, *left.shape[1:]), how)
+                rest = _turned(left.new_zeros(count_of(x.q, x.bounds), *left.shape[1:]), how)
             began = torch.cat([torch.full_like(rest[:B], float("nan")), rest[B:]])
         else:
             y = y or self._forward(plan, x, how)  # this rank needs no states of other ranks
@@ -217,7 +212,7 @@ class _Chain:
             transfers = () if y.transfers is None else y.transfers.unbind(0)[::-1]
             came = ranks.folded(behind, [D.mT if D.ndim == 4 else D for D in transfers])
             came = _turned(came, how)
-            n = B if x.bounds is None else x.bounds.shape[0] - 1
+            n = count_of(x.q, x.bounds)
             dht = came.new_zeros(n, *came.shape[1:]) if grads.ht is None else grads.ht.clone()
             dht[n - B:] += came
             grads = grads._replace(ht=dht)
