@@ -338,8 +338,5 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
             tuple([(places[at, 0], beyond) for at, beyond in inside]),
             tuple([Start(step[0], itemgetter(*[places[x] if type(x) is tuple else x for x in step[1]]))
                    if type(step) is tuple else step for step in of_stage])))
-    returning: Any = tuple(map(placed, returned.values() if isinstance(returned, dict) else returned))
-    if isinstance(returned, dict):
-        returning = dict(zip(returned, returning, strict=True))
     return Recipe(plan, tuple(compiled), tuple(numbers), tuple(stages[:1 if begin == NEVER else 2]),
-                  returning, torch.empty(0, device=on))
+                  tree_map(placed, returned), torch.empty(0, device=on))
