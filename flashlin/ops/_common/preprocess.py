@@ -25,10 +25,8 @@ def exact(x: Tensor, *others: Any) -> Tensor:
 
     A float64 call computes norms and gates in float64, whatever dtype their own tensors have.
     """
-    for other in others:
-        if isinstance(other, Tensor) and other.dtype == torch.float64:
-            return x.double()
-    return x
+    double = any(isinstance(other, Tensor) and other.dtype == torch.float64 for other in others)
+    return x.double() if double else x
 
 
 def l2normalized(x: Tensor) -> Tensor:

@@ -35,10 +35,8 @@ def _cached(make: Callable[..., Tensor], *facts: Any) -> Tensor:
 
 def slopes_dtype(*tensors: Any) -> torch.dtype:
     """Return the dtype of a call's slopes: float64 if one of its tensors is float64, else float32."""
-    for x in tensors:
-        if isinstance(x, Tensor) and x.dtype == torch.float64:
-            return torch.float64
-    return torch.float32
+    double = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if double else torch.float32
 
 
 @_kept
