@@ -128,11 +128,8 @@ def fused_recurrent_simple_gla(
 
 @entry
 def fused_chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    g: Tensor | None = None, g_gamma: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
