@@ -5,8 +5,8 @@ measure of no other remedy, so planning ends.
 
 A remedy changes only the Problem, not the call. Recipes plan launches for the rewritten Problem, and
 ops/_common/casting.py casts operands to its dtypes. To add a remedy, add a line to REMEDIES. Some remedies
-only forbid a trait of launches. For these, ``avoiding`` makes the function, ``Problem.avoid`` carries the
-trait, and the recipes leave out launches that have it.
+only forbid a trait of launches. These use the function ``other_tile``, ``Problem.avoid`` carries the trait,
+and the recipes leave out launches that have it.
 """
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ Rewrite = Callable[[Problem, Target, Reason], Problem | None]
 
 def in_mode(mode: str) -> Rewrite:
     """Return the remedy that sets the mode of a call with mode="auto"."""
-    def choose(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-        return problem._replace(mode=mode) if problem.mode == "auto" else None
-    return choose
+    return lambda problem, target, reason: problem._replace(mode=mode) if problem.mode == "auto" else None
 
 
 def limit_num_warps(problem: Problem, target: Target, reason: Reason) -> Problem | None:
@@ -57,12 +55,9 @@ def chunk_batch(problem: Problem, target: Target, reason: Reason) -> Problem | N
     return problem._replace(batch_part=-(-whole // 2)) if whole > 1 else None
 
 
-def avoiding(*facts: str) -> Rewrite:
-    """Return the remedy that forbids launches with the given traits and with the traits the reason names."""
-    def avoid(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-        more = frozenset(facts) | reason.avoid
-        return problem._replace(avoid=problem.avoid | more) if more - problem.avoid else None
-    return avoid
+def other_tile(problem: Problem, target: Target, reason: Reason) -> Problem | None:
+    """Forbid launches with the traits that the reason names."""
+    return problem._replace(avoid=problem.avoid | reason.avoid) if reason.avoid - problem.avoid else None
 
 
 def share_heads(problem: Problem, target: Target, reason: Reason) -> Problem | None:
@@ -107,7 +102,7 @@ REMEDIES: dict[str, Remedy] = {
     "chunk_mode": Remedy(in_mode("chunk"), lambda p: p.mode == "auto", True, "runs chunk by chunk"),
     "recurrent_mode": Remedy(in_mode("fused_recurrent"), lambda p: p.mode == "auto", True,
                              "runs token by token"),
-    "other_tile": Remedy(avoiding(), lambda p: -len(p.avoid), True, "runs with another tile"),
+    "other_tile": Remedy(other_tile, lambda p: -len(p.avoid), True, "runs with another tile"),
     "share_heads": Remedy(share_heads, lambda p: not p.over, True,
                           "gives each rank a share of the heads, by an all-to-all"),
     "carry_states": Remedy(carry_states, lambda p: not p.over, True, "carries states from rank to rank"),
