@@ -49,6 +49,4 @@ def having(**fixed: Any) -> Callable[[Sizes], Sizes]:
 
     Examples: H=1 for ops without heads, T=1 for decoding.
     """
-    def counted(sizes: Sizes) -> Sizes:
-        return sizes._replace(**fixed)
-    return counted
+    return lambda sizes: sizes._replace(**fixed)
