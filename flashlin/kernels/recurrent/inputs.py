@@ -68,8 +68,3 @@ class Inputs(NamedTuple):
     dt_bias: Tensor | None = None
     h0: Tensor | None = None
     bounds: Tensor | None = None
-
-    @property
-    def sequences(self) -> int:
-        """Return the number of sequences: that of ``bounds`` if given, else the batch size."""
-        return self.q.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
