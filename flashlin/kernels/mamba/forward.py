@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashlin.compat.launch import start, start_planned
+from flashlin.compat.launch import start_planned
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import strides
 from flashlin.kernels.recurrent.forward import softplus
@@ -214,9 +214,8 @@ def update(
     n, H, P = x.shape
     y = torch.empty((n, H, P), dtype=dtype, device=x.device)
     if y.numel():
-        launch = plan.launch("state_update")
         tied = 0 == A.stride(1) == A.stride(2) == dt.stride(2) and (dt_bias is None or dt_bias.stride(1) == 0)
-        start(launch, state_update, launch.grid[0], dict(
+        start_planned(plan, state_update, dict(
             state=state, x=x, dt=dt, dt_bias=dt_bias, A=A, B=B, C=C, D=D, z=z, y=y, indices=indices,
             pool=state.shape[0], H=H, heads=H // B.shape[1],
             **strides(state, "state_n", "state_h", "state_p", "state_s"), **strides(x, "x_n"),

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashlin.compat.launch import start
+from flashlin.compat.launch import start_planned
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import row_stride
 
@@ -140,8 +140,7 @@ def launch_forward(
     N = B if bounds is None else bounds.shape[0] - 1
     y = x if in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        launch = plan.launches[0]
-        start(launch, rotary, launch.grid[0], dict(
+        start_planned(plan, rotary, dict(
             x=x, cos=cos, sin=sin, offsets=offsets, bounds=bounds, y=y,
             offset=offset, T=T, N=N, steps=(N + 1).bit_length(), rows=B * T * H, TR=TR,
             along_t=row_stride(x), along_h=x.stride(2), onto_t=row_stride(y), onto_h=y.stride(2),
