@@ -6,11 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashlin.kernels.recurrent.pool_torch import put, states_of
+
 
 class Rows(NamedTuple):
     """The states of a batch of sequences, copied from a pool.
 
-    places: the pool row of each sequence, clamped to the pool.
+    places: the pool row of each sequence.
     known: True for each sequence whose row exists.
     states: copies of the rows.
     places and known are None if sequence n uses row n.
@@ -28,10 +30,8 @@ def taken(pool: Tensor, indices: Tensor | None) -> Rows:
     """
     if indices is None:
         return Rows(pool, None, None, pool.detach().clone())
-    size = pool.shape[0]
-    places = indices.long().clamp(0, max(size - 1, 0))
-    states = pool.detach()[places] if size else pool.new_zeros(len(indices), *pool.shape[1:])
-    return Rows(pool, places, (indices >= 0) & (indices < size), states)
+    places, known = indices.long(), (indices >= 0) & (indices < pool.shape[0])
+    return Rows(pool, places, known, states_of(pool.detach(), places, known))
 
 
 def put_back(rows: Rows, states: Tensor, y: Tensor) -> Tensor:
@@ -40,15 +40,8 @@ def put_back(rows: Rows, states: Tensor, y: Tensor) -> Tensor:
     The result is zero for sequences without a row.
     """
     pool, places, known, _ = rows
-    states = states.detach().to(pool.dtype)
     if places is None or known is None:
-        pool.copy_(states)
+        pool.copy_(states.detach())
         return y
-    if not torch.compiler.is_compiling() and pool.device.type != "meta":
-        pool[places[known]] = states[known]
-    else:
-        # The number of known rows cannot be read here. Sequences without a row write to an extra row, which
-        # is cut off again.
-        larger = torch.cat([pool, pool.new_zeros(1, *pool.shape[1:])])
-        pool.copy_(larger.index_copy(0, torch.where(known, places, pool.shape[0]), states)[:-1])
+    put(pool, places, states.detach(), known)
     return torch.where(known[:, None, None], y, 0)
