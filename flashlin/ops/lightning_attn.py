@@ -38,8 +38,7 @@ def chunk_lightning_attn(
     (0 to num_layers) and num_layers. All other arguments are the same as in ``chunk_simple_gla``.
     """
     request = Request("chunk_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
-                      cu_seqlens_cpu,
-                      cp_context=cp_context, process_group=process_group)
+                      cu_seqlens_cpu, cp_context=cp_context, process_group=process_group)
     return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers), finite=True,
                           chunk_size=chunk_size)
 

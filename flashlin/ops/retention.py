@@ -57,8 +57,7 @@ def fused_recurrent_retention(
     """
     op = "fused_recurrent_retention"
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
-                      state_v_first=v_first(op, state_v_first, transpose_state_layout),
-                      reverse=reverse)
+                      state_v_first=v_first(op, state_v_first, transpose_state_layout), reverse=reverse)
     return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True)
 
 
