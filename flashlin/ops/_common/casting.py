@@ -89,11 +89,7 @@ def aligned(x: Iterable[Tensor | None]) -> Any:
     or gives wrong results (known issue hopper-narrow-state). A copy keeps ``requires_grad``, from which
     compile_ahead.py derives the kernels of backward.
     """
-    addresses = 0
-    for y in x:
-        if y is not None:
-            addresses |= y.data_ptr()
-    if not addresses % ALIGNED:
+    if all(y is None or not y.data_ptr() % ALIGNED for y in x):
         return x
     return getattr(x, "_make", tuple)([y if y is None or not y.data_ptr() % ALIGNED else
                                        y.clone().requires_grad_(y.requires_grad) for y in x])
