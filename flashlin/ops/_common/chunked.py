@@ -339,10 +339,9 @@ def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None,
     scalars.choice("mode", mode, MODES)
     if mode != "auto":
         return mode == "chunk"
-    if "beta" in family.arguments:
-        beta = dict(zip(family.arguments, tensors, strict=True))["beta"]
-        if isinstance(beta, Tensor) and beta.ndim == 4:
-            return False
+    beta = dict(zip(family.arguments, tensors, strict=True)).get("beta")
+    if isinstance(beta, Tensor) and beta.ndim == 4:
+        return False
     if torch.compiler.is_compiling():
         return True
     asked = family.problem((*tensors, None, None), Asked(op, wants_grad(*tensors, *others), "auto"))
