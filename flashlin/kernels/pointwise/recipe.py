@@ -68,11 +68,6 @@ def _launch(kernel: str, config: Config, problem: Problem, target: Target) -> La
                   span=BT * columns, num_warps=warps)
 
 
-def gates_of_heads(sizes: Sizes) -> Sizes:
-    """Return sizes with one row for each token; a row has one gate for each of H heads."""
-    return rows_of_heads(sizes._replace(K=1))
-
-
 def rows(sizes: Sizes) -> Sizes:
     """Return sizes with one row of H * K columns for each token; the row is not divided into heads."""
     columns = sizes.H * sizes.K
@@ -86,7 +81,8 @@ _ROWS = {"training": Sizes(T=16384, K=4096), "decoding": Sizes(T=64, K=4096)}
 _HEADS = {"training": Sizes(T=16384, H=64, K=64), "decoding": Sizes(T=64, H=64, K=64)}
 _GATES = {"training": Sizes(T=16384, H=32), "decoding": Sizes(T=64, H=32)}
 SPECS = (
-    Family(GATE, launches, (Op("fused_gdn_gate", "gates", typical=_GATES, counted=gates_of_heads),
+    Family(GATE, launches, (Op("fused_gdn_gate", "gates", typical=_GATES,
+                               counted=lambda sizes: rows_of_heads(sizes._replace(K=1))),
                             Op("fused_kda_gate", "gates")), _AXES, _HEADS, rows_of_heads),
     Family(MIX, launches, (Op("fused_addcmul_rwkv7", "rwkv7_steps"),), _AXES, _ROWS, rows),
     Family(KEY, launches, (Op("fused_k_rwkv7", "rwkv7_steps"),), _AXES, _ROWS, rows),
