@@ -232,8 +232,7 @@ def _rows(logits: Tensor) -> Tensor:
 
 def _problem(call: str, shape: tuple[int, ...], needs_grad: bool) -> Problem:
     (op, dtype, _), (N, V) = parsed(call), shape
-    return Problem(op, FAMILY, "", B=1, T=N, H=1, K=V, V=V, N=1, dtype=dtype, varlen=False,
-                   needs_grad=needs_grad)
+    return Problem(op, FAMILY, "", B=1, T=N, H=1, K=V, V=V, N=1, dtype=dtype, needs_grad=needs_grad)
 
 
 class Tensors(NamedTuple):

@@ -95,8 +95,7 @@ def problem_of(tensors: tuple[Any, ...], how: Scalars) -> Problem:
     """Return the Problem of an elementwise call; its dtype is the strictest of all inputs and the output."""
     _, H, K, dtype, _, op = how
     return Problem(op, how.family, "", B=1, T=tensors[0].numel() // max(H * K, 1), H=H, K=K, V=K, N=1,
-                   dtype=strictest({*dtypes_of(tensors), dtype}), varlen=False,
-                   needs_grad=wants_grad(*tensors))
+                   dtype=strictest({*dtypes_of(tensors), dtype}), needs_grad=wants_grad(*tensors))
 
 
 class _Pointwise(torch.autograd.Function):
