@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from flashlin.modules.norm import GroupNorm, LayerNorm, RMSNorm, _Affine
-from flashlin.ops.norm_linear import (
-    Found,
-    group_norm_linear,
-    layer_norm_linear,
-    layer_norm_swish_gate_linear,
-    rms_norm_linear,
-    rms_norm_swish_gate_linear,
-)
+from flashlin.ops import norm_linear
+from flashlin.ops.norm_linear import Found
 
 
 class _Linear(_Affine):
@@ -44,7 +38,7 @@ class LayerNormLinear(_Linear, LayerNorm):  # type: ignore[misc]
     Drop-in for ``fla.modules.LayerNormLinear``. It has the arguments of ``LayerNorm``.
     """
 
-    _with_linear = staticmethod(layer_norm_linear)
+    _with_linear = staticmethod(norm_linear.layer_norm_linear)
 
 
 class RMSNormLinear(_Linear, RMSNorm):  # type: ignore[misc]
@@ -53,7 +47,7 @@ class RMSNormLinear(_Linear, RMSNorm):  # type: ignore[misc]
     Drop-in for ``fla.modules.RMSNormLinear``. It has the arguments of ``RMSNorm``.
     """
 
-    _with_linear = staticmethod(rms_norm_linear)
+    _with_linear = staticmethod(norm_linear.rms_norm_linear)
 
 
 class GroupNormLinear(_Linear, GroupNorm):  # type: ignore[misc]
@@ -63,7 +57,7 @@ class GroupNormLinear(_Linear, GroupNorm):  # type: ignore[misc]
     """
 
     def _with_linear(self, *given: Any) -> Found:
-        return group_norm_linear(*given, **self._groups())
+        return norm_linear.group_norm_linear(*given, **self._groups())
 
 
 class _GatedLinear(_Affine):
@@ -93,7 +87,7 @@ class FusedLayerNormGatedLinear(_GatedLinear):
     ``LayerNorm`` except bias.
     """
 
-    _with_linear = staticmethod(layer_norm_swish_gate_linear)
+    _with_linear = staticmethod(norm_linear.layer_norm_swish_gate_linear)
 
 
 class FusedRMSNormGatedLinear(_GatedLinear):
@@ -103,7 +97,7 @@ class FusedRMSNormGatedLinear(_GatedLinear):
     ``FusedLayerNormGatedLinear``.
     """
 
-    _with_linear = staticmethod(rms_norm_swish_gate_linear)
+    _with_linear = staticmethod(norm_linear.rms_norm_swish_gate_linear)
 
 
 class FusedLayerNormSwishGateLinear(FusedLayerNormGatedLinear):
