@@ -172,14 +172,10 @@ def conv_backward_state(
     tl.store(dh0 + state + (cols[:, None] * W + slots), total.to(dh0.dtype.element_ty), mask=mask)
 
 
-def launch_backward(
-    plan: Plan,
-    x: Tensor, weight: Tensor,
-    bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
-    dy: Tensor,
-    dht: Tensor | None,
-    silu: bool, needs_dx: bool, needs_dweight: bool, needs_dbias: bool, needs_dh0: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def launch_backward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None,
+                    bounds: Tensor | None, dy: Tensor, dht: Tensor | None, silu: bool, needs_dx: bool,
+                    needs_dweight: bool, needs_dbias: bool,
+                    needs_dh0: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Launch the backward kernels of the convolution and return (dx, dweight, dbias, dh0).
 
     A gradient that is not needed is None. dweight and dbias are in fp32; dx and dh0 have the dtypes of x and

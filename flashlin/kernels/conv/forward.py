@@ -261,13 +261,9 @@ def before_each(bounds: Tensor | None, T: int) -> Tensor | None:
                               out_int32=True)
 
 
-def launch_forward(
-    plan: Plan,
-    x: Tensor, weight: Tensor,
-    bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
-    silu: bool, has_ht: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
+def launch_forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+                   h0: Tensor | None, bounds: Tensor | None, silu: bool, has_ht: bool,
+                   dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Launch the forward kernels; return y [B, T, D] and the final state [N, D, W] or None, in ``dtype``.
 
     x: [B, T, D] with contiguous channels and a constant stride from each row to the next.

@@ -59,15 +59,9 @@ def cross_entropy_backward(
              d.to(dlogits.dtype.element_ty), mask=there)
 
 
-def launch_backward(
-    plan: Plan,
-    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor,
-    scale: float,
-    cap: float | None,
-    smoothing: float, squares: float,
-    ignore_index: int,
-    in_place: bool,
-) -> Tensor:
+def launch_backward(plan: Plan, logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float,
+                    cap: float | None, smoothing: float, squares: float, ignore_index: int,
+                    in_place: bool) -> Tensor:
     """Launch the backward kernel of the cross entropy; return dlogits [N, V] in the dtype of logits.
 
     lse, dloss: [N] in fp32, contiguous: the log-sum-exp of each row, and the gradient of its loss.

@@ -27,13 +27,8 @@ def compute(logits: Tensor, target: Tensor, scale: float, cap: float | None, smo
     return torch.where(counts, lse - chosen + z, 0), torch.where(counts, z, 0), lse
 
 
-def gradients(
-    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor,
-    scale: float,
-    cap: float | None,
-    smoothing: float, squares: float,
-    ignore_index: int,
-) -> Tensor:
+def gradients(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, scale: float, cap: float | None,
+              smoothing: float, squares: float, ignore_index: int) -> Tensor:
     """Return dlogits in the dtype of logits, by the formula in backward.py.
 
     It is used where autograd is not available.

@@ -26,10 +26,8 @@ def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return over_sequences(_rows, (x.q, x.k, x.v, x.beta[..., None], x.g, p), x.h0, x.bounds, scale)
 
 
-def _rows(
-    h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor,
-    g: torch.Tensor | None, p: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor,
+          g: torch.Tensor | None, p: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     T, length = q.shape[1], chunk_length(q.shape[1])
     before = p is not None
     q, k, v, beta, p = (chunks(x, length) for x in (q, k, v, beta, k if p is None else p))

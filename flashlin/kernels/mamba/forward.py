@@ -198,13 +198,9 @@ def conv_window(
             tl.store(state + to * state_l + channels * state_d, kept.to(state.dtype.element_ty), mask=known)
 
 
-def update(
-    plan: Plan,
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, indices: Tensor | None,
-    softplus: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+def update(plan: Plan, state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+           D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, indices: Tensor | None, softplus: bool,
+           dtype: torch.dtype) -> Tensor:
     """Update state [S, H, P, N] by one token, in place; return y [n, H, P] in ``dtype``.
 
     x, z: [n, H, P]. B, C: [n, G, N]. These four are contiguous except for the stride of the first dimension.
@@ -226,13 +222,8 @@ def update(
     return y
 
 
-def convolve(
-    plan: Plan,
-    x: Tensor, state: Tensor, weight: Tensor,
-    bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None,
-    silu: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+def convolve(plan: Plan, x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None,
+             seqlens: Tensor | None, indices: Tensor | None, silu: bool, dtype: torch.dtype) -> Tensor:
     """Convolve x [n, D, T] with the windows in state [S, D, L]; return y [n, D, T] in ``dtype``.
 
     It updates state in place with the new tokens. x and state may have any strides; the other tensors are

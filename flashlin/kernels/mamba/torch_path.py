@@ -10,11 +10,8 @@ from torch import Tensor
 from flashlin.kernels.sequences import wide
 
 
-def step(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    softplus: bool,
-) -> tuple[Tensor, Tensor]:
+def step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+         z: Tensor | None, dt_bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
     """Compute one token; return y [b, H, P] and the new state [b, H, P, N].
 
     Both are float32, or float64 if any tensor is. The shapes are as in ``step`` of reference.py. The inputs

@@ -257,18 +257,11 @@ def norm_backward_columns(
         put_share(dbias, db, group, d0, D, BT, BD, GROUPS)
 
 
-def launch_backward(
-    plan: Plan,
-    s: Tensor,
-    weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, mean: Tensor | None,
-    rstd: Tensor, dy: Tensor,
-    dtotal: Tensor | None,
-    kind: int, activation: int,
-    normed: bool,
-    dx_dtype: torch.dtype,
-    dresidual_dtype: torch.dtype | None,
-    needs_dweight: bool, needs_dbias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def launch_backward(plan: Plan, s: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None,
+                    mean: Tensor | None, rstd: Tensor, dy: Tensor, dtotal: Tensor | None, kind: int,
+                    activation: int, normed: bool, dx_dtype: torch.dtype,
+                    dresidual_dtype: torch.dtype | None, needs_dweight: bool, needs_dbias: bool) -> tuple[
+        Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Launch the backward kernels of a norm; return (dx, dresidual, dgate, dweight, dbias).
 
     A gradient that is not needed is None. dweight and dbias are [D] in fp32, for a group norm [G * D].

@@ -197,16 +197,10 @@ def norm_forward(
             tl.store(mean + first + row, m, mask=first + row < rows)
 
 
-def launch_forward(
-    plan: Plan,
-    x: Tensor,
-    residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None,
-    eps: float,
-    kind: int, activation: int,
-    y_dtype: torch.dtype,
-    total_dtype: torch.dtype | None,
-    stats: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def launch_forward(plan: Plan, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+                   gate: Tensor | None, eps: float, kind: int, activation: int, y_dtype: torch.dtype,
+                   total_dtype: torch.dtype | None,
+                   stats: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Launch the forward kernel of a norm; return (y, x + residual, mean, rstd).
 
     A result that is not needed is None.

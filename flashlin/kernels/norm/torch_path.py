@@ -8,12 +8,9 @@ from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, SIGMOID
 from flashlin.kernels.sequences import widest
 
 
-def compute(
-    x: Tensor,
-    residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None,
-    eps: float,
-    kind: int, activation: int = NO_GATE, groups: int = 1,
-) -> tuple[Tensor, Tensor]:
+def compute(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+            gate: Tensor | None, eps: float, kind: int, activation: int = NO_GATE,
+            groups: int = 1) -> tuple[Tensor, Tensor]:
     """Return the normalised rows y and x + residual, both in float64 if any tensor is, else in fp32.
 
     The arguments are described in ``launch_forward`` of forward.py.

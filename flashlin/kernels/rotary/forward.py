@@ -117,13 +117,8 @@ def rotary(
         tl.store(to_y + (at_y[:, None] + col[None, :]), value.to(y.dtype.element_ty), mask=left)
 
 
-def launch_forward(
-    plan: Plan,
-    x: Tensor, cos: Tensor, sin: Tensor,
-    offset: int,
-    offsets: Tensor | None, bounds: Tensor | None,
-    interleaved: bool, back: bool, in_place: bool,
-) -> Tensor:
+def launch_forward(plan: Plan, x: Tensor, cos: Tensor, sin: Tensor, offset: int, offsets: Tensor | None,
+                   bounds: Tensor | None, interleaved: bool, back: bool, in_place: bool) -> Tensor:
     """Launch the rotary kernel, and return y [B, T, H, D] in x's dtype.
 
     x: [B, T, H, D] with contiguous channels and one stride between all tokens.

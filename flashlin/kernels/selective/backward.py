@@ -283,15 +283,9 @@ def selective_backward(
     tl.store(dbias + b * D + d, of_bias, mask=here)
 
 
-def launch_backward(
-    plan: Plan,
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-    states: Tensor,
-    softplus: bool,
-    dy: Tensor,
-    dlast: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+def launch_backward(plan: Plan, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+                    z: Tensor | None, bias: Tensor | None, states: Tensor, softplus: bool, dy: Tensor,
+                    dlast: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of u, delta, A, B, C, D, z and bias, in their dtypes.
 
     The inputs must meet the requirements of ``launch_forward``.

@@ -330,12 +330,9 @@ def selective_forward(
         tl.store(last + (b * D + d[None, :]) * N + n[:, None], h, mask=whole)
 
 
-def launch_forward(
-    plan: Plan,
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-    softplus: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def launch_forward(plan: Plan, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+                   z: Tensor | None, bias: Tensor | None,
+                   softplus: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return y [b, D, T], the last state [b, D, N] in fp32, and the states that the backward needs or None.
 
     y has the strides of u.
@@ -360,12 +357,8 @@ def launch_forward(
     return y, last, states
 
 
-def arguments(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, like_y: Tensor,
-    D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-    *,
-    softplus: bool,
-) -> dict[str, Any]:
+def arguments(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, like_y: Tensor, D: Tensor | None,
+              z: Tensor | None, bias: Tensor | None, *, softplus: bool) -> dict[str, Any]:
     """Return the arguments that the forward and the backward kernel share, except for the tile.
 
     like_y: y or dy, from which only the strides are read.

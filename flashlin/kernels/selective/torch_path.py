@@ -14,11 +14,8 @@ from flashlin.kernels.sequences import wide
 BLOCK = 64  # tokens per block; the states of one block, [b, BLOCK, D, N], take most of the memory
 
 
-def compute(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-    softplus: bool,
-) -> tuple[Tensor, Tensor]:
+def compute(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+            bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
     """Return y [b, D, T] and the last state [b, D, N], in float32, or in float64 if a tensor is float64.
 
     u, delta, z: [b, D, T].
