@@ -202,16 +202,9 @@ def layernorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tenso
                       norm_before_gate)
 
 
-def mamba_norm(
-    op: str,
-    kind: int,
-    x: Tensor,
-    weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
-    eps: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def mamba_norm(op: str, kind: int, x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
+               eps: float, group_size: int | None, norm_before_gate: bool,
+               dtype: torch.dtype | None = None) -> Tensor:
     """Check the arguments and return the norm of each group of columns, with the gate of Mamba2.
 
     The arguments are the same as in ``rmsnorm_fn``, except for these:

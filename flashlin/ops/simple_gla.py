@@ -208,15 +208,10 @@ def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -
     return transpose_state_layout
 
 
-def run_simple_gla(
-    request: Request,
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None = None, g_gamma: Tensor | None = None,
-    *,
-    chunk_size: int = 64,
-    out_dtype: torch.dtype | None = None,
-    finite: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def run_simple_gla(request: Request, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None,
+                   g_gamma: Tensor | None = None, *, chunk_size: int = 64,
+                   out_dtype: torch.dtype | None = None,
+                   finite: bool = False) -> tuple[Tensor, Tensor | None]:
     """Run any op of the simple GLA family.
 
     out_dtype: the dtype of o, for a caller that continues to compute with o; None means the dtype of v.

@@ -189,14 +189,8 @@ def in_rows(cp_context: Any, process_group: Any, n: int) -> tuple[Any, int]:
 
 
 @untraced
-def shard_of(
-    op: str,
-    x: Tensor,
-    sizes: Sequence[int],
-    cp_context: Any, process_group: Any,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    **states: bool,
-) -> Shard:
+def shard_of(op: str, x: Tensor, sizes: Sequence[int], cp_context: Any, process_group: Any,
+             cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, **states: bool) -> Shard:
     """Return the Shard of this rank, whose tokens are x [B, T, ...].
 
     One of cp_context and process_group is not None.
