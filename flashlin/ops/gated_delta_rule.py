@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from flashlin.guards.tensors import check_floats, check_qkv, need_tensor
+from flashlin.kernels.pointwise.torch_path import gate
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, by_chunks, check_options
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.preprocess import beta_of_logits, check_gates, decay_of_gate, exact
+from flashlin.ops._common.preprocess import beta_of_logits, check_gates, exact
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.delta_rule import FAMILY, run_delta
 from flashlin.ops.simple_gla import v_first
@@ -109,7 +110,7 @@ def chunk_gated_delta_rule(
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
             if x is not None:
                 need_tensor(name, x, (g.shape[2],), "[HV]", g.device, "g")
-        g = decay_of_gate(exact(g, q, k, v), A_log, dt_bias)
+        g = gate(exact(g, q, k, v), A_log, dt_bias)
     if use_beta_sigmoid_in_kernel:
         check_floats("beta", beta, "[B, T, HV]")
         beta = beta_of_logits(exact(beta, q, k, v), allow_neg_eigval)

@@ -20,7 +20,8 @@ from flashlin.kernels.sequences import wide
 def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None = None) -> Tensor:
     """Return -e^A_log softplus(g + dt_bias), or with a bound: bound sigmoid(e^A_log (g + dt_bias)).
 
-    The shapes of A_log and dt_bias must broadcast with that of g; None means 0.
+    The result is the log decay of a raw gate g, in float32 or wider. The shapes of A_log and dt_bias must
+    broadcast with that of g; None means 0.
     """
     g, A_log, dt_bias = wide(g, A_log, dt_bias)
     z = g if dt_bias is None else g + dt_bias

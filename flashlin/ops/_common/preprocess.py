@@ -1,4 +1,4 @@
-"""Preprocessing of q, k, g and beta for the delta families, in plain differentiable torch.
+"""Preprocessing of q, k and beta for the delta families, in plain differentiable torch.
 
 The torch path and calls with gradients use it before the recurrence.
 """
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.kernels.pointwise import torch_path as pointwise
 
 L2_EPS = 1e-6
 
@@ -45,16 +44,6 @@ def by_value_head(x: Tensor, v: Tensor) -> Tensor:
     """
     H, HV = x.shape[2], v.shape[2]
     return x if H == HV else x.repeat_interleave(HV // max(H, 1), 2)
-
-
-def decay_of_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None, bound: float | None = None) -> Tensor:
-    """Return the log decay of a raw gate, in float32 or wider.
-
-    Without a bound it is -exp(A_log) softplus(g + dt_bias). With a bound it is bound sigmoid(exp(A_log) (g +
-    dt_bias)).
-    The result is [B, T, HV], or [B, T, HV, K] with A_log [HV, 1].
-    """
-    return pointwise.gate(g, A_log, dt_bias, bound)
 
 
 def beta_of_logits(beta: Tensor, allow_neg_eigval: bool) -> Tensor:

@@ -19,6 +19,7 @@ from flashlin.kernels.delta import torch_path as chunked_delta
 from flashlin.kernels.delta.inputs import Inputs as DeltaInputs
 from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.gla.inputs import Inputs as GLAInputs
+from flashlin.kernels.pointwise.torch_path import gate
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.pool_torch import rows_of
@@ -38,14 +39,7 @@ from flashlin.ops._common.casting import (
 from flashlin.ops._common.operator import Operator, Overwriting, kernels
 from flashlin.ops._common.pipeline import problem_of_heads, traced_over_heads
 from flashlin.ops._common.pool import taken
-from flashlin.ops._common.preprocess import (
-    beta_of_logits,
-    by_value_head,
-    decay_of_gate,
-    exact,
-    l2normalized,
-    wide,
-)
+from flashlin.ops._common.preprocess import beta_of_logits, by_value_head, exact, l2normalized, wide
 from flashlin.ops._common.replay import Call, key_of, run_replayed
 
 LONG = 32  # with more tokens the torch path computes chunk by chunk, if the call has a chunked form
@@ -148,10 +142,10 @@ def prepared(x: Inputs, how: Scalars) -> tuple[Inputs, Scalars]:
         if x.a is not None and "undecayed" in words:
             x = x._replace(a=l2normalized(x.a))
     if x.g is not None and x.A_log is not None:
-        x = x._replace(g=decay_of_gate(x.g, x.A_log, x.dt_bias), A_log=None, dt_bias=None)
+        x = x._replace(g=gate(x.g, x.A_log, x.dt_bias), A_log=None, dt_bias=None)
     elif x.gk is not None and x.A_log is not None:
-        x = x._replace(gk=decay_of_gate(x.gk, x.A_log[:, None], x.dt_bias, bound_of(words) or None),
-                       A_log=None, dt_bias=None)
+        x = x._replace(gk=gate(x.gk, x.A_log[:, None], x.dt_bias, bound_of(words) or None), A_log=None,
+                       dt_bias=None)
     if x.beta is not None and "sigmoid" in words:
         x = x._replace(beta=beta_of_logits(x.beta, "neg_eigval" in words))
     if x.a is not None and x.b is not None and "rate" in words:
