@@ -220,7 +220,7 @@ class _Library(Generic[X, S, Y]):
         there = torch.library.custom_op(
             f"flashlin::{operator.name}", self._run, mutates_args=(),
             schema=f"({', '.join([*typed(operator.tensors), *beside])}) -> ({results})")
-        there.register_fake(self._run_fake)
+        there.register_fake(lambda *arguments: _all_there(empty(*_split(operator, arguments)), arguments[0]))
         there.register_autograd(
             _differentiate_plainly if operator.plain_backward else self._differentiate,
             setup_context=self._save)
@@ -242,10 +242,6 @@ class _Library(Generic[X, S, Y]):
             return _all_there(self.of.forward(plan, x, how), x[0])
         on_torch = self.of.all_on_torch or self.of.on_torch
         return _all_there(self._on_torch(x, how, on_torch(x, how)), x[0])
-
-    def _run_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        x, how = _split(self.of, arguments)
-        return _all_there(self.empty(x, how), x[0])
 
     def _on_torch(self, x: X, how: Any, made: Outputs) -> list[Tensor | None]:
         """Return the results of plain torch in the layout and dtype that the kernels would produce.
