@@ -103,8 +103,7 @@ def _short(problem: Problem, target: Target, strips: int) -> bool:
     strips: number of programs per head's state.
     """
     return (is_hopper(target) and scans.operand_bytes(problem) == 2 and SHORT <= problem.T <= WHOLE
-            and not problem.invariant
-            and problem.N * problem.H * strips <= target.sms)
+            and not problem.invariant and problem.N * problem.H * strips <= target.sms)
 
 
 def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
