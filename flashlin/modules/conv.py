@@ -35,15 +35,10 @@ class ShortConvolution(nn.Conv1d):
     Raises ValueError for another activation or backend, TypeError for an unknown keyword.
     """
 
-    def __init__(
-        self,
-        hidden_size: int, kernel_size: int,
-        bias: bool = False,
-        activation: str | None = "silu", backend: str | None = "triton",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **unknown: Any,
-    ) -> None:
+    def __init__(self, hidden_size: int, kernel_size: int, bias: bool = False,
+                 activation: str | None = "silu", backend: str | None = "triton",
+                 device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+                 **unknown: Any) -> None:
         scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
         if backend is not None:
             scalars.choice("backend", backend, BACKENDS)

@@ -88,15 +88,9 @@ class GroupNorm(_Plain):
     Raises ValueError if num_groups does not divide hidden_size.
     """
 
-    def __init__(
-        self,
-        num_groups: int, hidden_size: int,
-        elementwise_affine: bool = True, bias: bool = False,
-        eps: float = 1e-5,
-        is_rms_norm: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, num_groups: int, hidden_size: int, elementwise_affine: bool = True, bias: bool = False,
+                 eps: float = 1e-5, is_rms_norm: bool = False, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         if num_groups < 1 or hidden_size % num_groups:
             raise ValueError(f"num_groups: got {num_groups}, need a divisor of hidden_size = {hidden_size}")
         super().__init__(hidden_size, elementwise_affine, bias, eps, device, dtype)
