@@ -36,15 +36,14 @@ def with_resets(g: Tensor) -> Tensor:
     return g
 
 
-def every_other(g: Tensor) -> Tensor:
-    """Set the log decays of every other token of g [B, T, ...] to -inf, in place, and return g."""
-    g[:, ::2] = -math.inf
-    return g
+def every_other(value: float, dim: int = 1) -> Callable[[Tensor], Tensor]:
+    """Return a function that gives every other entry of a dimension this value, beginning with the first."""
+    return lambda x: x.index_fill(dim, torch.arange(0, x.shape[dim], 2), value)
 
 
 # Functions that turn random log decays into the decays of a case, by the value of its setting ``gate``.
 DECAYS: dict[str, Callable[[Tensor], Tensor]] = {"random": lambda g: g, "resets": with_resets,
-                                                "every-other": every_other}
+                                                "every-other": every_other(-math.inf)}
 
 
 def raw_gates(kind: str, g: Tensor) -> Tensor:
@@ -269,11 +268,6 @@ def _unit(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: F.normalize(change(x), dim=-1)
 
 
-def _every_other_zero(x: Tensor) -> Tensor:
-    x[:, ::2] = 0
-    return x
-
-
 # Functions that turn normal numbers into keys [B, T, H, K]. All keys have length 1, except "raw" and zero
 # keys.
 KEYS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -283,4 +277,4 @@ KEYS: dict[str, Callable[[Tensor], Tensor]] = {
     "period-4": _unit(lambda x: x[:, torch.arange(x.shape[1]) % 4]),
     "raw": lambda x: x,
     "zero": torch.zeros_like,
-    "every-other-zero": _unit(_every_other_zero)}
+    "every-other-zero": _unit(every_other(0))}

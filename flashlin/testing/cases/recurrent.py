@@ -53,10 +53,6 @@ def _of(name: str) -> inputs.Values:
     return lambda draw, shape: draw.decay(draw[name], shape)
 
 
-def _sizes(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"N": 6 if facts["pool"] else facts["N"]}
-
-
 INPUTS = {"k": Input("B T H K", keys), "q": Input("B T H K"), "v": Input("B T HV V"),
           "g": Input("B T HV", _gate, FLOAT32, "g"), "gk": Input("B T HV K", _of("gk"), FLOAT32, "gk"),
           "gv": Input("B T HV V", _of("gv"), FLOAT32, "gv"),
@@ -71,7 +67,7 @@ INPUTS = {"k": Input("B T H K", keys), "q": Input("B T H K"), "v": Input("B T HV
 # point into a pool of six states.
 FACTS = {"B": 2, "T": 8, "H": 1, "HV": 1, "K": 32, "V": 32, "keys": "random", "rate": "random",
          "of_beta": None, "g": "", "gk": "", "gv": "", "raw": False, "state": True, "pool": ()}
-_make = Maker(INPUTS, FACTS, _sizes)
+_make = Maker(INPUTS, FACTS, lambda facts: {"N": 6 if facts["pool"] else facts["N"]})
 
 
 def reference(names: Mapping[str, str], state_indices: Tensor | None = None,
