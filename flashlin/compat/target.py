@@ -181,6 +181,12 @@ def ptxas_variable(triton: str, capability: tuple[int, int]) -> str:
     return known.blackwell_path if second else "TRITON_PTXAS_PATH"
 
 
+def overriding(triton: str, capability: tuple[int, int]) -> str:
+    """Return the environment variable that sets the ptxas for a GPU, or ``""`` if it is not set."""
+    variable = ptxas_variable(triton, capability)
+    return variable if os.environ.get(variable) else ""
+
+
 def ptxas_path(triton: str, capability: tuple[int, int]) -> str:
     """Return the path of the ptxas that Triton will run for a GPU; ``""`` if there is no such file.
 

@@ -19,9 +19,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from flashlin.compat import releases
 from flashlin.compat.releases import Pair
-from flashlin.compat.target import Target, bundled_ptxas
+from flashlin.compat.target import Target, bundled_ptxas, overriding
 from flashlin.compat.versions import release
-from flashlin.diagnostics.machine import TRITON_NAMES, Machine, overriding, shadowed
+from flashlin.diagnostics.machine import TRITON_NAMES, Machine, shadowed
 from flashlin.diagnostics.report import Advice, Check, Package
 from flashlin.diagnostics.typical_plans import WAYS, price, typical, way_of
 from flashlin.policy import Policy

@@ -20,11 +20,11 @@ from flashlin import policy
 from flashlin.compat import releases
 from flashlin.compat.installed_triton import interpreting
 from flashlin.compat.suggestions import either, need_one_of, similar
-from flashlin.compat.target import ptxas_path, ptxas_variable
+from flashlin.compat.target import overriding, ptxas_path, ptxas_variable
 from flashlin.compat.versions import release
 from flashlin.diagnostics.environment import ENVIRONMENT, can_write, unset
 from flashlin.diagnostics.extension_code import check_extensions
-from flashlin.diagnostics.machine import TRITON_NAMES, Machine, attempt, overriding, shadowed
+from flashlin.diagnostics.machine import TRITON_NAMES, Machine, attempt, shadowed
 from flashlin.diagnostics.report import Check, line
 from flashlin.diagnostics.requirements import check_requirements
 from flashlin.guards import local_results

@@ -16,14 +16,7 @@ from typing import Any, NamedTuple
 
 from flashlin import policy
 from flashlin.compat import releases
-from flashlin.compat.target import (
-    Target,
-    bundled_ptxas,
-    probe,
-    ptxas_variable,
-    shared_per_block,
-    triton_state,
-)
+from flashlin.compat.target import Target, bundled_ptxas, probe, shared_per_block, triton_state
 from flashlin.compat.versions import release
 from flashlin.diagnostics import driver as drivers
 from flashlin.diagnostics.driver import Driver
@@ -274,9 +267,3 @@ def shadowed(machine: Machine) -> bool:
               if one.name in TRITON_NAMES and one not in machine.leftovers}
     return not machine.mixed and bool(machine.triton) and (
         len(copies) > 1 or any(release(version) != release(machine.triton) for version, _ in copies))
-
-
-def overriding(triton: str, capability: tuple[int, int]) -> str:
-    """Return the environment variable that sets the ptxas for a GPU, or ``""`` if it is not set."""
-    variable = ptxas_variable(triton, capability)
-    return variable if os.environ.get(variable) else ""
