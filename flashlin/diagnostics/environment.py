@@ -102,8 +102,7 @@ def with_variable(variable: str, value: str, command: str) -> str:
 def check_compiler(machine: Machine) -> Iterator[Check]:
     """Check for a C compiler, with which Triton compiles a launcher for each kernel."""
     named = os.environ.get("CC")
-    found = (shutil.which(shlex.split(named)[0]) if named
-             else shutil.which("gcc") or shutil.which("clang"))
+    found = shutil.which(shlex.split(named)[0]) if named else shutil.which("gcc") or shutil.which("clang")
     if found:
         yield line("C compiler", "ok", f"{found}{', by CC' if named else ''}")
     elif named:

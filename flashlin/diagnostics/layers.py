@@ -158,10 +158,10 @@ def weights(layer: nn.Module) -> Weights:
     devices = {one.device for one in tensors}
     hook = getattr(layer, "_hf_hook", None)  # accelerate's hook, which loads offloaded weights
     said = getattr(hook, "execution_device", None)
-    device = next(iter(devices)) if len(devices) == 1 else None
-    if device is None:
+    if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         return Weights(None, dtype, f"its weights are on {names}: the device of the call cannot be read")
+    [device] = devices
     if device.type == "meta":
         if said is None:
             return Weights(device, dtype, "its weights are on the meta device: not loaded, or offloaded by "

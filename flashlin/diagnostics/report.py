@@ -317,8 +317,7 @@ class Report(Facts):
         if idle:
             return f"every op runs, but {'; and '.join(_few(idle))}"
         slower = [plan for plan in self.plans if plan.verdict == "degraded"]
-        cards = " and ".join(dict.fromkeys(one.name for one in self.devices
-                                           if one.backend in GPUS))
+        cards = " and ".join(dict.fromkeys(one.name for one in self.devices if one.backend in GPUS))
         if slower and all(plan.path == "torch" for plan in self.plans):
             [(why, _)] = Counter(why for plan in slower for why in plan.because.split("; ")).most_common(1)
             whose = "this" if self._subject() else "your"

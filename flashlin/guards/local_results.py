@@ -122,8 +122,7 @@ def keep(new: Table, target: Target) -> None:
             why = f"{folder} cannot be written: {error}"
     _unwritten[target] = _unwritten.get(target, NOTHING).updated(new)
     local.cache_clear()
-    warnings.warn(f"flashlin: the results of kernel trials apply in this process only: {why}",
-                  stacklevel=3)
+    warnings.warn(f"flashlin: the results of kernel trials apply in this process only: {why}", stacklevel=3)
 
 
 def unwritten(target: Target) -> str:

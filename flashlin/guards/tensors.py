@@ -262,8 +262,7 @@ def check_state(name: str, state: torch.Tensor, N: int, H: int, K: int, V: int, 
         check_dense(name, state, f"a tensor of shape {meaning}")
         if state.ndim > 0 and state.shape[0] != N:
             raise ValueError(f"{name}: The number of initial states is expected to be equal to the number of "
-                             "input sequences, "
-                             f"got {state.shape[0]} states, need {N}")
+                             f"input sequences, got {state.shape[0]} states, need {N}")
     need_tensor(name, state, (N, H, V, K) if v_first else (N, H, K, V), meaning, device, first)
 
 
@@ -283,8 +282,7 @@ def check_pool(name: str, pool: torch.Tensor | None, N: int | None, H: int, K: i
     if pool.shape[0] and not (pool[0].is_contiguous()
                               and (pool.shape[0] == 1 or pool.stride(0) >= H * K * V)):
         raise ValueError(f"{name}: got strides {shown(pool.stride())}, need each {meaning[4:-1]} block "
-                         "contiguous and apart from the others, "
-                         f"since {because} overwrites it")
+                         f"contiguous and apart from the others, since {because} overwrites it")
 
 
 def check_apart(name: str, x: torch.Tensor, because: str) -> None:
@@ -300,8 +298,7 @@ def check_apart(name: str, x: torch.Tensor, because: str) -> None:
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
             raise ValueError(f"{name}: got strides {shown(x.stride())} for shape {shown(x.shape)}, need "
-                             "every element at its own address, "
-                             f"since {because} overwrites it")
+                             f"every element at its own address, since {because} overwrites it")
         reach += (size - 1) * stride
 
 

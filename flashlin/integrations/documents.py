@@ -106,8 +106,7 @@ def watched(forward: Callable[..., Any], *, by_seq_idx: bool, said: set[str], mi
     return call
 
 
-def _marked(model: str, given: dict[str, Any], tokens: Tokens,
-            warn: Callable[[str, str], None]) -> Call:
+def _marked(model: str, given: dict[str, Any], tokens: Tokens, warn: Callable[[str, str], None]) -> Call:
     """Return the Call for a model that is called with these keywords."""
     marks = _marks(given)
     several, name = bool(marks), next(iter(marks), "")

@@ -81,8 +81,7 @@ def linear_reference(
 
 
 _loss = Op("cross_entropy_loss", _make, cross_entropy, TOLERANCES, ("loss", "z_loss"), {}, call)
-_linear = Op("fused_linear_cross_entropy_loss", _make_linear, linear_reference, LINEAR,
-             ("loss",), {})
+_linear = Op("fused_linear_cross_entropy_loss", _make_linear, linear_reference, LINEAR, ("loss",), {})
 ALL: dict[str, Any] = {"label_smoothing": 0.1, "logit_scale": 1.7, "lse_square_scale": 0.01,
                        "logit_softcapping": 3.0}
 CASES: list[Case] = [_loss("random", quick=True),

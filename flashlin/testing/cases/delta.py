@@ -56,8 +56,7 @@ def _family(case: Op) -> list[Case]:
              case("alike", keys="alike", rate="1"), case("alike-l2", L2, keys="alike"),
              case("period-4", keys="period-4", rate="1"), case("beta=0", rate="0"),
              case("zero-keys", L2, keys="zero", K=32, V=32, T=70)]
-    cases += [case(name, gate=sequences.SLOW, **facts)
-              for name, facts in sequences.LONG.items()]
+    cases += [case(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items()]
     if gated:
         cases += [case("g=0", gate="0"), case("g=-20", gate="-20"),
                   case("raw-keys-g=-6", keys="raw", gate="-6"),

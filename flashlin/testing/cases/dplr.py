@@ -94,14 +94,12 @@ def _shared(case: Op) -> list[Case]:
             case("alike", allowed=FORGETFUL, keys="alike", rate="1"), case("rate=0", rate="0", T=70),
             *(case(f"K={K},V={V}", K=K, V=V, H=1, T=80)
               for K, V in ((256, 256), (64, 512), (512, 64), (129, 20))),
-            *(case(name, gate=sequences.SLOW, **facts)
-              for name, facts in sequences.LONG.items())]
+            *(case(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items())]
 
 
 _kda = _op("chunk_kda", kda, recurrence_of_keys)
 _dplr = _op("chunk_dplr_delta_rule", dplr)
-_rwkv7 = _op("chunk_rwkv7", dplr.but(inputs=renamed(dplr.inputs, r="q", w="gk")), scale=1.0, q="r",
-             gk="w")
+_rwkv7 = _op("chunk_rwkv7", dplr.but(inputs=renamed(dplr.inputs, r="q", w="gk")), scale=1.0, q="r", gk="w")
 _iplr = _op("chunk_iplr_delta_rule", dplr.having(without=("gk",)))
 CASES: list[Case] = [
     *_shared(_kda), _kda("grouped", H=2, HV=6, K=32, V=40, T=40),

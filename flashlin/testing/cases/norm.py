@@ -84,8 +84,7 @@ for _norm in (_layer, _rms, _l2):
               *(_norm(f"D={_D}", shape=(_rows_of, _D)) for _D, _rows_of in ROWS.items())]
 # These cases have more rows than a large GPU runs programs at once. So each program sums the weight gradients
 # of several rows.
-CASES += [_layer("many-heads", shape=(20000, 64)),
-          _rms("many-rows", shape=(300, 5000))]
+CASES += [_layer("many-heads", shape=(20000, 64)), _rms("many-rows", shape=(300, 5000))]
 CASES += [_layer("shifted", kind="shifted"),
           _layer("shifted-wide", kind="shifted", shape=(2, 20000)),
           _layer("is-rms-norm", {"is_rms_norm": True}),
