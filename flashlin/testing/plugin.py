@@ -145,10 +145,8 @@ class TritonMatrix:
             raise ValueError(f"rtol, atol: got {rtol}, {atol}, need both or neither")
         workers = min(len(versions), os.cpu_count() or 1)
         at_once = -(-(os.cpu_count() or 1) // workers)
-        asked = Order(
-            module=module, file=file, function=name, triton="", sm=cards, layers=wanted,
-            timeout=timeout, at_once=at_once, rtol=rtol, atol=atol)
-        orders = [asked._replace(triton=version) for version in versions]
+        orders = [Order(module=module, file=file, function=name, triton=version, sm=cards, layers=wanted,
+                        timeout=timeout, at_once=at_once, rtol=rtol, atol=atol) for version in versions]
         with ThreadPoolExecutor(workers) as pool:
             visits = pool.map(lambda order: _visit(order, self._tell), orders)
             self._judge(f"{module}.{name}", [outcome for of_one in visits for outcome in of_one])
