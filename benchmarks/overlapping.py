@@ -34,7 +34,8 @@ SCALAR = (MAIN, Shape(1, 8192, 32, D), Shape(16, 4096, 16, D), LONG)
 FAMILIES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "scan": {"chunk_simple_gla": SCALAR, "chunk_retention": SCALAR,
              "mamba_chunk_scan_combined": find("mamba_chunk_scan_combined").shapes},
-    "delta": {"chunk_delta_rule": (MAIN, SMALL, LONG), "chunk_gated_delta_rule": (MAIN, SMALL, LONG)}}
+    "delta": {"chunk_delta_rule": (MAIN, SMALL, LONG), "chunk_gated_delta_rule": (MAIN, SMALL, LONG)},
+    "dplr": {"chunk_kda": (MAIN, SMALL, LONG), "chunk_gdn2": (MAIN,), "chunk_rwkv7": (MAIN, SMALL)}}
 COLUMNS = {"forward": "ms forward", "both": "ms with backward", "scan_us": "us of the scan",
            "reverse_us": "us of the reverse"}
 NAMED = {"forward": ("scan_us", ("_scan", "_overlapped")),

@@ -16,12 +16,12 @@ Block = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 
 def described(**blocks: Block) -> Callable[[Any], Described]:
-    """Return a decorator for a ``@gluon.jit`` kernel some of whose parameters are tensor descriptors.
+    """Return a decorator for a jitted kernel some of whose parameters may be tensor descriptors (Gluon).
 
     blocks: the ``Block`` function of each such parameter, by the name of the parameter.
 
     A kernel may have a constexpr REGISTERS: the largest number of registers per thread, averaged over all
-    warps of a program. If it is missing or 0, Gluon lets a program use all registers.
+    warps of a program. If it is missing or 0, a program may use all registers.
     """
     return partial(Described, blocks)
 
@@ -48,7 +48,7 @@ class Lent(NamedTuple):
 
 
 class Described:
-    """A jitted Gluon kernel that accepts tensors for its descriptor parameters.
+    """A jitted kernel that accepts tensors for its descriptor parameters, and the constexpr REGISTERS.
 
     The descriptors are made when the kernel is started or compiled. A descriptor requires a tensor whose
     address is a multiple of 16 bytes.
@@ -76,16 +76,20 @@ class Described:
         """
         given, lent = dict(zip(self.kernel.arg_names, values, strict=True)), [*values]
         for at, name in self.places:
+            if values[at] is None:
+                continue
             x, (columns, _, _, *rows) = values[at], self.blocks[name](given)
             lent[at] = Lent(Address(x) if type(x) is int else x, [*(rows or [given["rows"]]), columns],
                             [columns, 1])
         return lent
 
     def _called(self, call: Callable[..., Any], values: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
         given, described = {**dict(zip(self.kernel.arg_names, values, strict=False)), **options}, [*values]
         for at, name in self.places:
+            if values[at] is None:
+                continue
+            from triton.experimental.gluon import language as gl
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
             x, (columns, tall, wide, *rows) = values[at], self.blocks[name](given)
             dtype = getattr(gl, str(x.dtype).removeprefix("torch."))
             columns = max(columns, wide)  # a compilation may have invented sizes, narrower than the block

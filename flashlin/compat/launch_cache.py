@@ -214,12 +214,11 @@ class Kernel:
             return None
         of_all = [(at, parameter, kind) for at, (parameter, kind) in enumerate(there)]
         varying = [(at, parameter, kind) for at, parameter, kind in of_all if not parameter.is_constexpr]
-        return Kind(_taking(at for at, _, kind in varying if kind in TENSORS),
-                    _taking(at for at, parameter, _ in of_all if parameter.is_constexpr),
-                    _taking(at for at, parameter, kind in varying
-                            if kind is int and not parameter.do_not_specialize),
-                    _taking(at for at, parameter, kind in varying
-                            if kind is int and parameter.do_not_specialize), {})
+        return Kind(
+            _taking(at for at, _, kind in varying if kind in TENSORS),
+            _taking(at for at, parameter, _ in of_all if parameter.is_constexpr),
+            _taking(at for at, parameter, kind in varying if kind is int and not parameter.do_not_specialize),
+            _taking(at for at, parameter, kind in varying if kind is int and parameter.do_not_specialize), {})
 
 
 def _unchecked() -> dict[str, bool]:

@@ -131,6 +131,5 @@ def problem_of(family: Family, op: Op, sizes: Sizes, dtype: str, needs_grad: boo
     """Return the problem of a typical call with these sizes; ``mode`` overrides the mode of the op."""
     counted = op.counted or family.counted
     B, T, H, K, V, N, packed = counted(sizes) if counted else sizes
-    return Problem(
-        op=op.name, family=family.name, mode=mode or op.mode, B=B, T=T, H=H, K=K, V=V, N=N or B, dtype=dtype,
-        varlen=packed, needs_grad=needs_grad and not op.in_place, options=op.options)
+    return Problem(op=op.name, family=family.name, mode=mode or op.mode, B=B, T=T, H=H, K=K, V=V, N=N or B,
+                   dtype=dtype, varlen=packed, needs_grad=needs_grad and not op.in_place, options=op.options)

@@ -366,8 +366,7 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: d
             or not problem.T or tile["BK"] not in (64, 128) or problem.V % columns):
         return None
     grid, span = numbered(problem, part) * problem.H * (problem.V // columns), tile["BT"] * problem.H
-    launch = Launch(kernel, (grid,), 4, 1, tuple(tile.items()), shared,
-                    span * max(problem.K, problem.V),
+    launch = Launch(kernel, (grid,), 4, 1, tuple(tile.items()), shared, span * max(problem.K, problem.V),
                     traits_of(problem, OVERLAPPED), part)
     long = problem.trial or problem.T >= BUSY
     return launch if long and may_start(launch, problem, target) else None

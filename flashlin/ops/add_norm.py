@@ -21,15 +21,11 @@ from flashlin.ops.norm import Asked, Tensors, checked, kind_of, run_norm
 
 
 @entry
-def layer_norm_fn(
-    x: Tensor,
-    weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None, x1: Tensor | None = None,
-    weight1: Tensor | None = None, bias1: Tensor | None = None,
-    eps: float = 1e-6, dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
-    return_dropout_mask: bool = False,
-) -> Any:
+def layer_norm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
+                  x1: Tensor | None = None, weight1: Tensor | None = None, bias1: Tensor | None = None,
+                  eps: float = 1e-6, dropout_p: float = 0.0, rowscale: Tensor | None = None,
+                  prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
+                  return_dropout_mask: bool = False) -> Any:
     """Return the layer norm of each row of a sum of tensors.
 
     Drop-in for ``mamba_ssm.ops.triton.layer_norm.layer_norm_fn``. It computes
@@ -72,14 +68,11 @@ def layer_norm_fn(
 
 
 @entry
-def rms_norm_fn(
-    x: Tensor,
-    weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None, x1: Tensor | None = None,
-    weight1: Tensor | None = None, bias1: Tensor | None = None,
-    eps: float = 1e-6, dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False, residual_in_fp32: bool = False, return_dropout_mask: bool = False,
-) -> Any:
+def rms_norm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
+                x1: Tensor | None = None, weight1: Tensor | None = None, bias1: Tensor | None = None,
+                eps: float = 1e-6, dropout_p: float = 0.0, rowscale: Tensor | None = None,
+                prenorm: bool = False, residual_in_fp32: bool = False,
+                return_dropout_mask: bool = False) -> Any:
     """Return the RMS norm of each row of a sum of tensors.
 
     Drop-in for ``mamba_ssm.ops.triton.layer_norm.rms_norm_fn``. eps is added to the mean of the squares. All

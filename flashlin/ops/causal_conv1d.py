@@ -204,8 +204,7 @@ def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
 
 
 @without_autocast
-def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None,
-              silu: bool) -> Tensor:
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, silu: bool) -> Tensor:
     """Return the convolution [b, T, D] of x [b, T, D]; the caller has checked all arguments."""
     if seq_idx is not None:
         return separated(x, weight, bias, seq_idx, None, silu)

@@ -25,19 +25,12 @@ from flashlin.ops.norm import l2norm
 
 
 @entry
-def chunk_comba(
-    q: Tensor, k: Tensor, v: Tensor,
-    p: Tensor | None,
-    g: Tensor,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    *,
-    cp_context: Any = None, process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_comba(q: Tensor, k: Tensor, v: Tensor, p: Tensor | None, g: Tensor, beta: Tensor | None = None,
+                scale: float | None = None, initial_state: Tensor | None = None,
+                output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+                cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, *,
+                cp_context: Any = None, process_group: Any = None,
+                **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute Comba chunk by chunk.
 
     Drop-in for ``fla.ops.comba.chunk_comba``. It runs the kernels of the gated delta rule, which read the old
@@ -98,17 +91,11 @@ def chunk_comba(
 
 
 @entry
-def fused_recurrent_comba(
-    q: Tensor, k: Tensor,
-    p: Tensor | None,
-    v: Tensor, g: Tensor,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_comba(q: Tensor, k: Tensor, p: Tensor | None, v: Tensor, g: Tensor,
+                          beta: Tensor | None = None, scale: float | None = None,
+                          initial_state: Tensor | None = None, output_final_state: bool = False,
+                          use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+                          **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute Comba token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.comba.fused_recurrent_comba``. Arguments, results and errors are the same as in

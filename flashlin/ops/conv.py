@@ -30,18 +30,11 @@ BACKENDS = ("triton", "mix", "cuda")
 
 @entry
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    activation: str | None = None, backend: str | None = "triton",
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: Any = None,
-    *,
-    process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, activation: str | None = None,
+    backend: str | None = "triton", cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None, cp_context: Any = None, *, process_group: Any = None,
+    **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Convolve each channel with its own causal filter.
 
     Drop-in for ``fla.modules.convolution.causal_conv1d``. It computes

@@ -52,14 +52,10 @@ class Terms(NamedTuple):
 
 
 @entry
-def cross_entropy_loss(
-    logits: Tensor, target: Tensor,
-    label_smoothing: float = 0.0, logit_scale: float = 1.0, lse_square_scale: float = 0.0,
-    logit_softcapping: float | None = None,
-    ignore_index: int = -100,
-    inplace_backward: bool = False,
-    process_group: Any = None,
-) -> tuple[Tensor, Tensor]:
+def cross_entropy_loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, logit_scale: float = 1.0,
+                       lse_square_scale: float = 0.0, logit_softcapping: float | None = None,
+                       ignore_index: int = -100, inplace_backward: bool = False,
+                       process_group: Any = None) -> tuple[Tensor, Tensor]:
     """Compute the cross entropy of each row of logits.
 
     Drop-in for ``fla.modules.fused_cross_entropy.cross_entropy_loss``. The loss of a row with V columns is
@@ -110,18 +106,10 @@ def cross_entropy_loss(
 
 @linear_entry
 def fused_linear_cross_entropy_loss(
-    x: Tensor, target: Tensor, weight: Tensor,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0, logit_scale: float = 1.0,
-    logit_softcapping: float | None = None,
-    num_chunks: int = 8,
-    reduction: str = "mean",
-    use_l2warp: bool = False,
-    l2_penalty_factor: float = 1e-4,
-    accumulate_grad_in_fp32: bool = True,
-    process_group: Any = None,
-) -> Tensor:
+    x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, logit_scale: float = 1.0, logit_softcapping: float | None = None,
+    num_chunks: int = 8, reduction: str = "mean", use_l2warp: bool = False, l2_penalty_factor: float = 1e-4,
+    accumulate_grad_in_fp32: bool = True, process_group: Any = None) -> Tensor:
     """Compute the cross entropy of ``x @ weight.T + bias`` in chunks of rows, without storing all logits.
 
     Drop-in for ``fla.modules.fused_linear_cross_entropy.fused_linear_cross_entropy_loss``. Forward computes

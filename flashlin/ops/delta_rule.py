@@ -46,17 +46,11 @@ FAMILY = Chunked("delta", inputs.Inputs, {
 
 
 @entry
-def chunk_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    chunk_size: int = 64,
-    *,
-    cp_context: Any = None, process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None,
+                     initial_state: Tensor | None = None, output_final_state: bool = False,
+                     use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+                     cu_seqlens_cpu: Tensor | None = None, chunk_size: int = 64, *, cp_context: Any = None,
+                     process_group: Any = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the delta rule chunk by chunk.
 
     Drop-in for ``fla.ops.delta_rule.chunk_delta_rule``. The recurrence is
@@ -106,19 +100,12 @@ def chunk_delta_rule(
 
 
 @entry
-def fused_recurrent_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    state_v_first: bool = False,
-    state_indices: Tensor | None = None,
-    inplace_state: bool = False,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None,
+                               scale: float | None = None, initial_state: Tensor | None = None,
+                               output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+                               cu_seqlens: Tensor | None = None, *, state_v_first: bool = False,
+                               state_indices: Tensor | None = None, inplace_state: bool = False,
+                               **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the delta rule token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.delta_rule.fused_recurrent_delta_rule``. Arguments, results and errors are the same
@@ -136,14 +123,10 @@ def fused_recurrent_delta_rule(
 
 
 @entry
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    mode: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None,
+               initial_state: Tensor | None = None, output_final_state: bool = False,
+               use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+               cu_seqlens_cpu: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:
     """Compute the delta rule in the mode that suits the call.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the

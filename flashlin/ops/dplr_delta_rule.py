@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashlin.kernels.dplr import inputs, torch_path
@@ -20,6 +21,7 @@ from flashlin.ops._common.chunked import (
     QKV,
     Argument,
     Chunked,
+    Raw,
     Request,
     check_options,
     run_chunked,
@@ -27,33 +29,39 @@ from flashlin.ops._common.chunked import (
 from flashlin.ops._common.context_parallel import run_over_ranks
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
+from flashlin.ops.gates import fused_kda_gate
+from flashlin.ops.norm import l2norm
+
+NOT_KDA = None, None, None  # beta, A_log and dt_bias, which only Kimi Delta Attention has
+
+
+def _ready(x: inputs.Inputs, how: inputs.Scalars) -> inputs.Inputs:
+    """Return the inputs with normalized q and k, and with decays in place of the raw gate."""
+    return x._replace(q=l2norm(x.q), k=l2norm(x.k), A_log=None, dt_bias=None,
+                      g=fused_kda_gate(x.g, x.A_log, x.dt_bias, how.lowest,
+                                       torch.promote_types(x.q.dtype, torch.float32)))
+
 
 # Two other ops use this family. Kimi Delta Attention (kda.py) passes beta instead of a and b. Gated DeltaNet
 # 2 (gdn2.py) passes only a.
 FAMILY = Chunked("dplr", inputs.Inputs, {
-    **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True),
+    **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True, unless="A_log"),
     "a": Argument(("B", "T", "HV", "K"), optional=True), "b": Argument(("B", "T", "HV", "K"), optional=True),
     "beta": Argument(("B", "T", "HV"), wide=True, optional=True,
-                     hint=" (a beta per value channel needs fused_recurrent)")}, torch_path.compute,
-    scalars=inputs.Scalars, over_ranks=run_over_ranks)
+                     hint=" (a beta per value channel needs fused_recurrent)"),
+    "A_log": Argument(("HV",), wide=True, optional=True),
+    "dt_bias": Argument(("HV", "K"), wide=True, optional=True)}, torch_path.compute,
+    scalars=inputs.Scalars, raw=Raw("A_log", "dplr_prepare_raw", _ready, "bounded"),
+    over_ranks=run_over_ranks)
 
 
 @entry
 def chunk_dplr_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    safe_gate: bool = False,
-    chunk_size: int | None = None,
-    disable_recompute: bool = False,
-    cp_context: Any = None,
-    lower_bound: float | None = None,
-    *,
-    process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False, chunk_size: int | None = None,
+    disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None, *,
+    process_group: Any = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the DPLR delta rule chunk by chunk.
 
     Drop-in for ``fla.ops.generalized_delta_rule.chunk_dplr_delta_rule``. The transition matrix is diagonal
@@ -105,18 +113,14 @@ def chunk_dplr_delta_rule(
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request("chunk_dplr_delta_rule", scale, initial_state, output_final_state, cu_seqlens,
                       cu_seqlens_cpu, cp_context=cp_context, process_group=process_group)
-    return run_chunked(FAMILY, request, (q, k, v, gk, a, b, None), called={"g": "gk", "a": "a", "b": "b"})
+    return run_chunked(FAMILY, request, (q, k, v, gk, a, b, *NOT_KDA), called={"g": "gk", "a": "a", "b": "b"})
 
 
 @entry
 def fused_recurrent_dplr_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the DPLR delta rule token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.generalized_delta_rule.fused_recurrent_dplr_delta_rule``. The transition matrix is

@@ -29,20 +29,12 @@ from flashlin.ops.norm import l2norm
 
 
 @entry
-def chunk_gated_delta_product(
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    num_householder: int,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    cp_context: Any = None,
-    *,
-    process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_gated_delta_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor,
+                              num_householder: int, scale: float | None = None,
+                              initial_state: Tensor | None = None, output_final_state: bool = False,
+                              use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+                              cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, *,
+                              process_group: Any = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute Gated DeltaProduct chunk by chunk.
 
     Drop-in for ``fla.ops.gated_delta_product.chunk_gated_delta_product``. Composed: it calls the gated delta
@@ -104,16 +96,10 @@ def chunk_gated_delta_product(
 
 @entry
 def fused_recurrent_gated_delta_product(
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    num_householder: int,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, num_householder: int,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+    **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute Gated DeltaProduct token by token, for decoding and short inputs.
 
     It has the arguments, results and errors of ``chunk_gated_delta_product``. Composed: it calls the gated

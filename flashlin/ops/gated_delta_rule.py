@@ -24,22 +24,14 @@ from flashlin.ops.simple_gla import v_first
 
 @entry
 def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: Any = None,
-    *,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    chunk_size: int = 64,
-    transpose_state_layout: bool | None = None,
-    process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None, cp_context: Any = None, *,
+    use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    chunk_size: int = 64, transpose_state_layout: bool | None = None, process_group: Any = None,
+    **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the gated delta rule chunk by chunk.
 
     Drop-in for ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``. The recurrence is
@@ -125,20 +117,14 @@ chunk_gdn = chunk_gated_delta_rule
 
 @entry
 def fused_recurrent_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None, beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    transpose_state_layout: bool | None = None,
-    state_indices: Tensor | None = None,
-    inplace_state: bool = False,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None,
+    gv: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, *,
+    transpose_state_layout: bool | None = None, state_indices: Tensor | None = None,
+    inplace_state: bool = False, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the gated delta rule token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule``, which is also called
@@ -210,18 +196,13 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
 @entry
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    *,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    mode: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+                     initial_state: Tensor | None = None, output_final_state: bool = False,
+                     use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+                     allow_neg_eigval: bool = False, state_v_first: bool = False,
+                     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, *,
+                     use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+                     dt_bias: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:
     """Compute the gated delta rule in the mode that suits the call.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the

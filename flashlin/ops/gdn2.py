@@ -30,23 +30,14 @@ from flashlin.ops.simple_gla import v_first
 
 
 @entry
-def chunk_gdn2(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    disable_recompute: bool = False, return_intermediate_states: bool = False, state_v_first: bool = False,
-    cp_context: Any = None,
-    *,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    chunk_size: int = 64,
-    transpose_state_layout: bool | None = None,
-    process_group: Any = None,
-    **unknown: Any,
-) -> Any:
+def chunk_gdn2(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, scale: float | None = None,
+               initial_state: Tensor | None = None, output_final_state: bool = False,
+               use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+               cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+               safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+               return_intermediate_states: bool = False, state_v_first: bool = False, cp_context: Any = None,
+               *, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
+               transpose_state_layout: bool | None = None, process_group: Any = None, **unknown: Any) -> Any:
     """Compute Gated DeltaNet 2 chunk by chunk.
 
     Drop-in for ``fla.ops.gdn2.chunk_gdn2``. It runs the kernels of Kimi Delta Attention with w v as v and b
@@ -130,18 +121,11 @@ def chunk_gdn2(
 
 @entry
 def fused_recurrent_gdn2(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    lower_bound: float | None = None,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    transpose_state_layout: bool | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    lower_bound: float | None = None, state_v_first: bool = False, cu_seqlens: Tensor | None = None, *,
+    transpose_state_layout: bool | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute Gated DeltaNet 2 token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.gdn2.fused_recurrent_gdn2``. The arguments, results and errors are the same as in

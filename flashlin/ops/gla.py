@@ -27,17 +27,12 @@ FAMILY = Chunked("gla", inputs.Inputs, {
 
 
 @entry
-def chunk_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    transpose_state_layout: bool | None = None,
-    *,
-    cp_context: Any = None, process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None,
+              initial_state: Tensor | None = None, output_final_state: bool = False,
+              state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+              cu_seqlens_cpu: Tensor | None = None, transpose_state_layout: bool | None = None, *,
+              cp_context: Any = None, process_group: Any = None,
+              **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute gated linear attention chunk by chunk.
 
     Drop-in for ``fla.ops.gla.chunk_gla``. The recurrence is
@@ -85,16 +80,11 @@ def chunk_gla(
 
 
 @entry
-def fused_recurrent_gla(
-    q: Tensor, k: Tensor, v: Tensor,
-    gk: Tensor | None = None, gv: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    transpose_state_layout: bool | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_gla(q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None,
+                        scale: float | None = None, initial_state: Tensor | None = None,
+                        output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
+                        cu_seqlens: Tensor | None = None, transpose_state_layout: bool | None = None,
+                        **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute gated linear attention token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.gla.fused_recurrent_gla``.
@@ -116,14 +106,10 @@ def fused_recurrent_gla(
 
 
 @entry
-def gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    mode: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None,
+        initial_state: Tensor | None = None, output_final_state: bool = False, state_v_first: bool = False,
+        cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+        mode: str = "auto") -> tuple[Tensor, Tensor | None]:
     """Compute gated linear attention in the mode that suits the call.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the

@@ -20,23 +20,17 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.recurrent import run_recurrent
-from flashlin.ops.dplr_delta_rule import FAMILY
+from flashlin.ops.dplr_delta_rule import FAMILY, NOT_KDA
 
 CALLED = {"a": "a", "b": "b"}
 
 
 @entry
-def chunk_iplr_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    *,
-    chunk_size: int | None = None,
-    cp_context: Any = None, process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
+                          initial_state: Tensor | None = None, output_final_state: bool = False,
+                          cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, *,
+                          chunk_size: int | None = None, cp_context: Any = None, process_group: Any = None,
+                          **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the IPLR delta rule chunk by chunk.
 
     Drop-in for ``fla.ops.generalized_delta_rule.chunk_iplr_delta_rule``. It is ``chunk_dplr_delta_rule``
@@ -51,18 +45,14 @@ def chunk_iplr_delta_rule(
     g = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     request = Request("chunk_iplr_delta_rule", scale, initial_state, output_final_state, cu_seqlens,
                       cu_seqlens_cpu, cp_context=cp_context, process_group=process_group)
-    return run_chunked(FAMILY, request, (q, k, v, g, a, b, None), called=CALLED)
+    return run_chunked(FAMILY, request, (q, k, v, g, a, b, *NOT_KDA), called=CALLED)
 
 
 @entry
-def fused_recurrent_iplr_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+                                    scale: float | None = None, initial_state: Tensor | None = None,
+                                    output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+                                    **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the IPLR delta rule token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.generalized_delta_rule.fused_recurrent_iplr_delta_rule``. Arguments, results and

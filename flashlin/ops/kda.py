@@ -18,8 +18,9 @@ from flashlin.compat.tracing import numbers
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_floats, check_qkv
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common.chunked import Request, by_chunks, check_options, run_chunked
+from flashlin.ops._common.chunked import Asked, Request, by_chunks, check_options, run_chunked
 from flashlin.ops._common.entry import entry
+from flashlin.ops._common.pipeline import planned
 from flashlin.ops._common.preprocess import beta_of_logits, check_gates, exact, wide
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.dplr_delta_rule import FAMILY
@@ -28,29 +29,21 @@ from flashlin.ops.norm import l2norm
 from flashlin.ops.simple_gla import v_first
 
 CHUNK_SIZES = (32, 64)
+LOWEST = -120 * math.log(2) / 15  # the lowest log decay with which 16 tokens always fit one decay reference
 Gate = tuple[Tensor | None, Tensor | None, float | None]  # A_log, dt_bias, lower bound; see gate_of
 
 
 @entry
-def chunk_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, safe_gate: bool = False,
-    lower_bound: float | None = None,
-    disable_recompute: bool = False, return_intermediate_states: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    cp_context: Any = None,
-    *,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    chunk_size: int = 64,
-    use_graph: bool = False,
-    max_num_seqs: int | None = None,
-    transpose_state_layout: bool | None = None,
-    process_group: Any = None,
-    **unknown: Any,
-) -> Any:
+def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+              initial_state: Tensor | None = None, output_final_state: bool = False,
+              use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+              use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+              safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+              return_intermediate_states: bool = False, state_v_first: bool = False,
+              cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None,
+              *, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
+              use_graph: bool = False, max_num_seqs: int | None = None,
+              transpose_state_layout: bool | None = None, process_group: Any = None, **unknown: Any) -> Any:
     """Compute Kimi Delta Attention chunk by chunk.
 
     Drop-in for ``fla.ops.kda.chunk_kda``. The recurrence is
@@ -146,16 +139,35 @@ def run_kda(request: Request, q: Tensor, k: Tensor, v: Tensor, g: Tensor, gate: 
     """
     if chunk is not None and not torch.is_inference_mode_enabled():
         raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
+    lowest, raw = -math.inf if gate[2] is None else gate[2], (q, k, v, g, b, None, beta, *gate[:2])
+    if l2 and chunk is None and computes_gate(request, raw, lowest):
+        return run_chunked(FAMILY, request, raw, grouped=True, lowest=lowest)
     if gate[0] is not None:
         g = exact(g, q, k, v)
         g = fused_kda_gate(g, *gate, wide(g[:0]).dtype)
     if l2:
         q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
-    tensors = (q, k, v, g, b, None, beta)
+    tensors = (q, k, v, g, b, None, beta, None, None)
     if chunk is not None:
         return _with_states(request, tensors, chunk)
-    lowest = -math.inf if gate[2] is None else gate[2]
     return run_chunked(FAMILY, request, tensors, grouped=True, lowest=lowest)
+
+
+def computes_gate(request: Request, tensors: tuple[Tensor | None, ...], lowest: float) -> bool:
+    """Return True if forward's kernels compute norms and gate of a call, from the raw tensors.
+
+    They do so if the lower bound of the gate guarantees that chunks of 16 tokens fit one decay reference, and
+    if these kernels have run on this kind of GPU (``kernels/dplr/raw.py``).
+
+    tensors: the family's tensors, with q and k not yet normalized, and with the raw gate.
+    """
+    q, a = tensors[0], tensors[4]
+    if (lowest < LOWEST or q is None or a is not None or torch.compiler.is_compiling()
+            or request.cp_context or request.process_group):
+        return False
+    bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
+    asked = FAMILY.problem((*tensors, None, bounds), Asked(request.op, False, "chunk", request.state_v_first))
+    return FAMILY.raw is not None and FAMILY.raw.planned(planned(asked, q.device))
 
 
 def _with_states(request: Request, tensors: tuple[Tensor | None, ...],
@@ -198,21 +210,13 @@ def _with_states(request: Request, tensors: tuple[Tensor | None, ...],
 
 @entry
 def fused_recurrent_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-    lower_bound: float | None = None,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    transpose_state_layout: bool | None = None,
-    state_indices: Tensor | None = None,
-    inplace_state: bool = False,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    lower_bound: float | None = None, state_v_first: bool = False, cu_seqlens: Tensor | None = None, *,
+    transpose_state_layout: bool | None = None, state_indices: Tensor | None = None,
+    inplace_state: bool = False, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute Kimi Delta Attention token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.kda.fused_recurrent_kda``. ``chunk_kda`` documents the recurrence.
@@ -297,19 +301,13 @@ def gate_of(g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | Non
 
 
 @entry
-def kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-    lower_bound: float | None = None,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    *,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    mode: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+        initial_state: Tensor | None = None, output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+        lower_bound: float | None = None, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None, *, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+        mode: str = "auto") -> tuple[Tensor, Tensor | None]:
     """Compute Kimi Delta Attention in the mode that suits the call.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the
@@ -323,7 +321,8 @@ def kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         lower_bound=lower_bound, state_v_first=state_v_first, cu_seqlens=cu_seqlens, A_log=A_log,
         dt_bias=dt_bias)
-    if by_chunks(FAMILY, "kda", mode, (q, k, v, g, None, None, beta), initial_state, A_log, dt_bias):
+    if by_chunks(FAMILY, "kda", mode, (q, k, v, g, None, None, beta, None, None), initial_state,
+                 A_log, dt_bias):
         o, ht = chunk_kda(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
         return o, ht
     return fused_recurrent_kda(q, k, v, g, beta, **shared)

@@ -21,17 +21,10 @@ from flashlin.ops.simple_gla import run_simple_gla
 
 @entry
 def chunk_lightning_attn(
-    q: Tensor, k: Tensor, v: Tensor,
-    layer_idx: int, num_layers: int,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    chunk_size: int = 64,
-    *,
-    cp_context: Any = None, process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, chunk_size: int = 64, *, cp_context: Any = None,
+    process_group: Any = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute lightning attention chunk by chunk.
 
     Drop-in for ``fla.ops.lightning_attn.chunk_lightning_attn``. The decay of each head follows from layer_idx
@@ -45,14 +38,9 @@ def chunk_lightning_attn(
 
 @entry
 def fused_recurrent_lightning_attn(
-    q: Tensor, k: Tensor, v: Tensor,
-    layer_idx: int, num_layers: int,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute lightning attention token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.lightning_attn.fused_recurrent_lightning_attn``. reverse: run each sequence from its

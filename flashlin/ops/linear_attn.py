@@ -24,16 +24,10 @@ State = Tensor | tuple[Tensor, Tensor]
 
 
 @entry
-def chunk_linear_attn(
-    q: Tensor, k: Tensor, v: Tensor,
-    scale: float | None = None,
-    initial_state: State | None = None,
-    output_final_state: bool = False, normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-    *,
-    cp_context: Any = None, process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, State | None]:
+def chunk_linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
+                      initial_state: State | None = None, output_final_state: bool = False,
+                      normalize: bool = True, cu_seqlens: Tensor | None = None, *, cp_context: Any = None,
+                      process_group: Any = None, **unknown: Any) -> tuple[Tensor, State | None]:
     """Compute linear attention chunk by chunk.
 
     Drop-in for ``fla.ops.linear_attn.chunk_linear_attn``. Arguments are the same as in ``chunk_simple_gla``,
@@ -48,13 +42,9 @@ def chunk_linear_attn(
 
 @entry
 def fused_recurrent_linear_attn(
-    q: Tensor, k: Tensor, v: Tensor,
-    scale: float | None = None,
-    initial_state: State | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State | None = None,
     output_final_state: bool = False, reverse: bool = False, normalize: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, State | None]:
+    cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, State | None]:
     """Compute linear attention token by token.
 
     Drop-in for ``fla.ops.linear_attn.fused_recurrent_linear_attn``. As in fla, normalize is off by default.
@@ -67,14 +57,10 @@ def fused_recurrent_linear_attn(
 
 
 @entry
-def fused_chunk_linear_attn(
-    q: Tensor, k: Tensor, v: Tensor,
-    scale: float | None = None,
-    initial_state: State | None = None,
-    output_final_state: bool = False, normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, State | None]:
+def fused_chunk_linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
+                            initial_state: State | None = None, output_final_state: bool = False,
+                            normalize: bool = True, cu_seqlens: Tensor | None = None,
+                            **unknown: Any) -> tuple[Tensor, State | None]:
     """Compute linear attention with the kernels of ``chunk_linear_attn``, which are already fused.
 
     Drop-in for ``fla.ops.linear_attn.fused_chunk_linear_attn``. Arguments, defaults and results are the same
@@ -85,14 +71,9 @@ def fused_chunk_linear_attn(
 
 
 @entry
-def linear_attn(
-    q: Tensor, k: Tensor, v: Tensor,
-    scale: float | None = None,
-    initial_state: State | None = None,
-    output_final_state: bool = False, normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-    mode: str = "auto",
-) -> tuple[Tensor, State | None]:
+def linear_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
+                initial_state: State | None = None, output_final_state: bool = False, normalize: bool = True,
+                cu_seqlens: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, State | None]:
     """Compute linear attention in the mode that suits the call.
 
     mode: the same as in ``simple_gla``. All other arguments are the same as in ``chunk_linear_attn``.

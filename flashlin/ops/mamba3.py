@@ -65,13 +65,10 @@ class States(NamedTuple):
 @entry
 def mamba3_siso_combined(
     Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor, Q_bias: Tensor, K_bias: Tensor,
-    Angles: Tensor,
-    D: Tensor | None = None, Z: Tensor | None = None,
-    Input_States: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    chunk_size: int = 64,
+    Angles: Tensor, D: Tensor | None = None, Z: Tensor | None = None,
+    Input_States: tuple[Tensor, Tensor, Tensor, Tensor] | None = None, chunk_size: int = 64,
     return_final_states: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    cu_seqlens: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the scan of Mamba-3, with one input and one output for each head, chunk by chunk.
 
     Drop-in for ``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined.mamba3_siso_combined``. Composed: it
@@ -266,8 +263,7 @@ def problem_of(x: Inputs, how: Scalars) -> Problem:
     """Return the problem of one rotation for planning, with N as K and R as V."""
     (B, T, _, K), (H, R) = x.q.shape, x.angles.shape[2:]
     return Problem(how.call, FAMILY, "", B=B, T=T, H=H, K=K, V=R, N=x.sequences,
-                   dtype=strictest(dtypes_of(x[:-1])), varlen=x.bounds is not None,
-                   needs_grad=how.needs_grad)
+                   dtype=strictest(dtypes_of(x[:-1])), varlen=x.bounds is not None, needs_grad=how.needs_grad)
 
 
 def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:

@@ -26,20 +26,13 @@ from flashlin.ops.selective_scan import selective_scan_fn, with_groups
 
 
 @linear_entry
-def mamba_inner_fn(
-    xz: Tensor, conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor, delta_proj_weight: Tensor, out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
-    B: Tensor | None = None, C: Tensor | None = None, D: Tensor | None = None,
-    delta_bias: Tensor | None = None, B_proj_bias: Tensor | None = None, C_proj_bias: Tensor | None = None,
-    delta_softplus: bool = True,
-    checkpoint_lvl: int = 1,
-    b_rms_weight: Tensor | None = None, c_rms_weight: Tensor | None = None,
-    dt_rms_weight: Tensor | None = None,
-    b_c_dt_rms_eps: float = 1e-6,
-) -> Tensor:
+def mamba_inner_fn(xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, x_proj_weight: Tensor,
+                   delta_proj_weight: Tensor, out_proj_weight: Tensor, out_proj_bias: Tensor | None,
+                   A: Tensor, B: Tensor | None = None, C: Tensor | None = None, D: Tensor | None = None,
+                   delta_bias: Tensor | None = None, B_proj_bias: Tensor | None = None,
+                   C_proj_bias: Tensor | None = None, delta_softplus: bool = True, checkpoint_lvl: int = 1,
+                   b_rms_weight: Tensor | None = None, c_rms_weight: Tensor | None = None,
+                   dt_rms_weight: Tensor | None = None, b_c_dt_rms_eps: float = 1e-6) -> Tensor:
     """Compute a Mamba layer after its input projection: convolution, selective scan and output projection.
 
     Drop-in for ``mamba_ssm.ops.selective_scan_interface.mamba_inner_fn``. Composed: it

@@ -83,13 +83,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Te
 
 
 @entry
-def group_norm(
-    x: Tensor,
-    weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
-    num_groups: int = 1,
-) -> Tensor | tuple[Tensor, Tensor]:
+def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
+               eps: float = 1e-5, prenorm: bool = False, residual_in_fp32: bool = False,
+               is_rms_norm: bool = False, num_groups: int = 1) -> Tensor | tuple[Tensor, Tensor]:
     """Return the layer norm of each of num_groups equal slices of a row, as in RetNet.
 
     Drop-in for ``fla.modules.layernorm.group_norm``. Unlike ``torch.nn.GroupNorm``, it normalizes each token
@@ -105,14 +101,9 @@ def group_norm(
 
 
 @entry
-def rms_norm_gated(
-    x: Tensor, g: Tensor,
-    weight: Tensor | None, bias: Tensor | None,
-    activation: str = "swish",
-    residual: Tensor | None = None,
-    prenorm: bool = False, residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm_gated(x: Tensor, g: Tensor, weight: Tensor | None, bias: Tensor | None,
+                   activation: str = "swish", residual: Tensor | None = None, prenorm: bool = False,
+                   residual_in_fp32: bool = False, eps: float = 1e-6) -> Tensor | tuple[Tensor, Tensor]:
     """Return the RMS norm of x or x + residual, multiplied by a gate.
 
     Drop-in for ``fla.modules.fused_norm_gate.rms_norm_gated``.
@@ -127,14 +118,9 @@ def rms_norm_gated(
 
 
 @entry
-def layer_norm_gated(
-    x: Tensor, g: Tensor,
-    weight: Tensor | None, bias: Tensor | None,
-    activation: str = "swish",
-    residual: Tensor | None = None,
-    prenorm: bool = False, residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-) -> Tensor | tuple[Tensor, Tensor]:
+def layer_norm_gated(x: Tensor, g: Tensor, weight: Tensor | None, bias: Tensor | None,
+                     activation: str = "swish", residual: Tensor | None = None, prenorm: bool = False,
+                     residual_in_fp32: bool = False, eps: float = 1e-6) -> Tensor | tuple[Tensor, Tensor]:
     """Return the layer norm of x or x + residual, multiplied by a gate.
 
     Drop-in for ``fla.modules.fused_norm_gate.layer_norm_gated``. The arguments are the same as in

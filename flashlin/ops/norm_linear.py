@@ -30,15 +30,10 @@ Found = Tensor | tuple[Tensor, Tensor]
 
 
 @linear_entry
-def layer_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None, residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
-    num_groups: int = 1,
-) -> Found:
+def layer_norm_linear(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor,
+                      linear_bias: Tensor | None, residual: Tensor | None = None, eps: float = 1e-5,
+                      prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
+                      num_groups: int = 1) -> Found:
     """Compute ``layer_norm``, or ``group_norm`` for num_groups > 1, followed by a linear layer.
 
     Drop-in for ``fla.modules.layernorm.layer_norm_linear``.
@@ -73,14 +68,9 @@ def layer_norm_linear(
 
 
 @linear_entry
-def rms_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None, residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False, residual_in_fp32: bool = False,
-) -> Found:
+def rms_norm_linear(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor,
+                    linear_bias: Tensor | None, residual: Tensor | None = None, eps: float = 1e-5,
+                    prenorm: bool = False, residual_in_fp32: bool = False) -> Found:
     """Compute ``rms_norm`` followed by a linear layer.
 
     Drop-in for ``fla.modules.layernorm.rms_norm_linear``. The arguments, results and errors are the same as
@@ -91,15 +81,10 @@ def rms_norm_linear(
 
 
 @linear_entry
-def group_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None, residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
-    num_groups: int = 1,
-) -> Found:
+def group_norm_linear(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, linear_weight: Tensor,
+                      linear_bias: Tensor | None, residual: Tensor | None = None, eps: float = 1e-5,
+                      prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
+                      num_groups: int = 1) -> Found:
     """Compute ``group_norm`` followed by a linear layer.
 
     Drop-in for ``fla.modules.layernorm.group_norm_linear``. The arguments, results and errors are the same as
@@ -110,14 +95,10 @@ def group_norm_linear(
 
 
 @linear_entry
-def layer_norm_swish_gate_linear(
-    x: Tensor, g: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None, residual: Tensor | None = None,
-    prenorm: bool = False, residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-) -> Found:
+def layer_norm_swish_gate_linear(x: Tensor, g: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+                                 linear_weight: Tensor, linear_bias: Tensor | None,
+                                 residual: Tensor | None = None, prenorm: bool = False,
+                                 residual_in_fp32: bool = False, eps: float = 1e-6) -> Found:
     """Compute ``layer_norm_gated`` with a swish gate, followed by a linear layer.
 
     Drop-in for ``fla.modules.fused_norm_gate.layer_norm_swish_gate_linear``.
@@ -131,14 +112,10 @@ def layer_norm_swish_gate_linear(
 
 
 @linear_entry
-def rms_norm_swish_gate_linear(
-    x: Tensor, g: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None, residual: Tensor | None = None,
-    prenorm: bool = False, residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-) -> Found:
+def rms_norm_swish_gate_linear(x: Tensor, g: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+                               linear_weight: Tensor, linear_bias: Tensor | None,
+                               residual: Tensor | None = None, prenorm: bool = False,
+                               residual_in_fp32: bool = False, eps: float = 1e-6) -> Found:
     """Compute ``rms_norm_gated`` with a swish gate, followed by a linear layer.
 
     Drop-in for ``fla.modules.fused_norm_gate.rms_norm_swish_gate_linear``. The arguments, results and errors

@@ -19,17 +19,11 @@ from flashlin.ops.simple_gla import run_parallel, run_simple_gla, v_first
 
 
 @entry
-def chunk_retention(
-    q: Tensor, k: Tensor, v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    chunk_size: int = 64,
-    *,
-    cp_context: Any = None, process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
+                    initial_state: Tensor | None = None, output_final_state: bool = False,
+                    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+                    chunk_size: int = 64, *, cp_context: Any = None, process_group: Any = None,
+                    **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute retention chunk by chunk.
 
     Drop-in for ``fla.ops.retention.chunk_retention``. Arguments are the same as in ``chunk_simple_gla``,
@@ -41,15 +35,11 @@ def chunk_retention(
 
 
 @entry
-def fused_recurrent_retention(
-    q: Tensor, k: Tensor, v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    transpose_state_layout: bool | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
+                              initial_state: Tensor | None = None, output_final_state: bool = False,
+                              reverse: bool = False, state_v_first: bool = False,
+                              cu_seqlens: Tensor | None = None, transpose_state_layout: bool | None = None,
+                              **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute retention token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.retention.fused_recurrent_retention``. Arguments are the same as in
@@ -62,15 +52,10 @@ def fused_recurrent_retention(
 
 
 @entry
-def fused_chunk_retention(
-    q: Tensor, k: Tensor, v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def fused_chunk_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
+                          initial_state: Tensor | None = None, output_final_state: bool = False,
+                          cu_seqlens: Tensor | None = None, chunk_size: int = 64,
+                          **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute retention with the kernels of ``chunk_retention``, which are already fused.
 
     Drop-in for ``fla.ops.retention.fused_chunk_retention``. Arguments are the same as in ``chunk_retention``.
@@ -93,14 +78,10 @@ def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = No
 
 
 @entry
-def retention(
-    q: Tensor, k: Tensor, v: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    mode: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+def retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
+              initial_state: Tensor | None = None, output_final_state: bool = False,
+              state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+              cu_seqlens_cpu: Tensor | None = None, mode: str = "auto") -> tuple[Tensor, Tensor | None]:
     """Compute retention in the mode that suits the call.
 
     Arguments are the same as in ``simple_gla``, without the gates.

@@ -141,8 +141,7 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
     """Return the planning problem of one rotary embedding, with the strictest dtype of x, cos and sin."""
     B, T, H, D = x.x.shape
     return Problem(how.call, "rotary", "", B=1, T=B * T, H=H, K=D, V=x.cos.shape[1], N=1,
-                   dtype=strictest(dtypes_of(x[:3])), varlen=x.bounds is not None,
-                   needs_grad=how.needs_grad)
+                   dtype=strictest(dtypes_of(x[:3])), varlen=x.bounds is not None, needs_grad=how.needs_grad)
 
 
 def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor]:

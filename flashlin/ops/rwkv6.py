@@ -20,17 +20,11 @@ from flashlin.ops.gla import FAMILY
 
 
 @entry
-def chunk_rwkv6(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    chunk_size: int = 64,
-    *,
-    cp_context: Any = None, process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
+                initial_state: Tensor | None = None, output_final_state: bool = False,
+                cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, chunk_size: int = 64,
+                *, cp_context: Any = None, process_group: Any = None,
+                **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute RWKV-6 chunk by chunk.
 
     Drop-in for ``fla.ops.rwkv6.chunk_rwkv6``. The recurrence is
@@ -79,14 +73,10 @@ def chunk_rwkv6(
 
 
 @entry
-def fused_recurrent_rwkv6(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
+                          initial_state: Tensor | None = None, output_final_state: bool = False,
+                          reverse: bool = False, cu_seqlens: Tensor | None = None,
+                          **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute RWKV-6 token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.rwkv6.fused_recurrent_rwkv6``. ``chunk_rwkv6`` documents the recurrence.
@@ -128,14 +118,10 @@ def fused_recurrent_rwkv6(
 
 
 @entry
-def rwkv6(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    mode: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
+          initial_state: Tensor | None = None, output_final_state: bool = False,
+          cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+          mode: str = "auto") -> tuple[Tensor, Tensor | None]:
     """Compute RWKV-6 in the mode that suits the call.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the

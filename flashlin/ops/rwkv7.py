@@ -16,25 +16,16 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, by_chunks, check_options, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
-from flashlin.ops.dplr_delta_rule import FAMILY
+from flashlin.ops.dplr_delta_rule import FAMILY, NOT_KDA
 
 
 @entry
-def chunk_rwkv7(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-    scale: float | None = 1.0,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    safe_gate: bool = False,
-    chunk_size: int | None = None,
-    disable_recompute: bool = False,
-    cp_context: Any = None,
-    lower_bound: float | None = None,
-    *,
-    process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = 1.0,
+                initial_state: Tensor | None = None, output_final_state: bool = False,
+                cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+                safe_gate: bool = False, chunk_size: int | None = None, disable_recompute: bool = False,
+                cp_context: Any = None, lower_bound: float | None = None, *, process_group: Any = None,
+                **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute RWKV-7 chunk by chunk.
 
     Drop-in for ``fla.ops.rwkv7.chunk_rwkv7``. The recurrence is
@@ -56,19 +47,15 @@ def chunk_rwkv7(
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request("chunk_rwkv7", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return run_chunked(FAMILY, request, (r, k, v, w, a, b, None),
+    return run_chunked(FAMILY, request, (r, k, v, w, a, b, *NOT_KDA),
                        called={"q": "r", "g": "w", "a": "a", "b": "b"})
 
 
 @entry
-def fused_recurrent_rwkv7(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = True,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+                          scale: float | None = None, initial_state: Tensor | None = None,
+                          output_final_state: bool = True, cu_seqlens: Tensor | None = None,
+                          **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute RWKV-7 token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.rwkv7.fused_recurrent_rwkv7``. ``chunk_rwkv7`` documents the recurrence.
@@ -112,13 +99,9 @@ def fused_recurrent_rwkv7(
 
 @entry
 def fused_mul_recurrent_rwkv7(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, scale: float = 1.0,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute RWKV-7 token by token from kk and the in-context learning rate a, as its layer does.
 
     Drop-in for ``fla.ops.rwkv7.fused_mul_recurrent_rwkv7``. It is ``fused_recurrent_rwkv7`` with -kk as a and
@@ -140,14 +123,10 @@ def fused_mul_recurrent_rwkv7(
 
 
 @entry
-def rwkv7(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-    scale: float | None = 1.0,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    mode: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = 1.0,
+          initial_state: Tensor | None = None, output_final_state: bool = False,
+          cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+          mode: str = "auto") -> tuple[Tensor, Tensor | None]:
     """Compute RWKV-7 in the mode that suits the call.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the
@@ -157,6 +136,6 @@ def rwkv7(
     check_qkv(r, k, v, first="r")
     shared: dict[str, Any] = dict(scale=scale, initial_state=initial_state,
                                   output_final_state=output_final_state, cu_seqlens=cu_seqlens)
-    if by_chunks(FAMILY, "rwkv7", mode, (r, k, v, w, a, b, None), initial_state):
+    if by_chunks(FAMILY, "rwkv7", mode, (r, k, v, w, a, b, *NOT_KDA), initial_state):
         return chunk_rwkv7(r, w, k, v, a, b, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_rwkv7(r, w, k, v, a, b, **shared)

@@ -28,11 +28,9 @@ OP = "selective_scan_fn"
 
 
 @entry
-def selective_scan_fn(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
-    delta_softplus: bool = False, return_last_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+def selective_scan_fn(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+                      z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+                      return_last_state: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the selective scan of Mamba.
 
     Drop-in for ``mamba_ssm.ops.selective_scan_interface.selective_scan_fn``. The recurrence of one channel is

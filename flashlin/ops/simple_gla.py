@@ -41,18 +41,11 @@ FAMILY = Chunked("simple_gla", inputs.Inputs, {
 
 @entry
 def chunk_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None = None, g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    chunk_size: int = 64,
-    transpose_state_layout: bool | None = None,
-    *,
-    cp_context: Any = None, process_group: Any = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    chunk_size: int = 64, transpose_state_layout: bool | None = None, *, cp_context: Any = None,
+    process_group: Any = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute simple GLA chunk by chunk.
 
     Drop-in for ``fla.ops.simple_gla.chunk_simple_gla``. The recurrence is
@@ -105,15 +98,10 @@ def chunk_simple_gla(
 
 @entry
 def fused_recurrent_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None = None, g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    transpose_state_layout: bool | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    reverse: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    transpose_state_layout: bool | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute simple GLA token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.simple_gla.fused_recurrent_simple_gla``. Arguments, results and errors are the same
@@ -127,15 +115,10 @@ def fused_recurrent_simple_gla(
 
 
 @entry
-def fused_chunk_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None = None, g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def fused_chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None,
+                           g_gamma: Tensor | None = None, scale: float | None = None,
+                           initial_state: Tensor | None = None, output_final_state: bool = False,
+                           cu_seqlens: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute simple GLA with the kernels of ``chunk_simple_gla``, which are already fused.
 
     Drop-in for ``fla.ops.simple_gla.fused_chunk_simple_gla``. Arguments, results and errors are the same as
@@ -148,14 +131,9 @@ def fused_chunk_simple_gla(
 
 
 @entry
-def parallel_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None = None,
-    scale: float | None = None,
-    output_attentions: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, Tensor | None]:
+def parallel_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None,
+                        output_attentions: bool = False, cu_seqlens: Tensor | None = None,
+                        cu_seqlens_cpu: Tensor | None = None, **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Compute simple GLA without initial or final states, and return the scores on request.
 
     Drop-in for ``fla.ops.simple_gla.parallel_simple_gla``. The kernels of ``chunk_simple_gla`` compute o, and
@@ -176,15 +154,11 @@ def parallel_simple_gla(
 
 
 @entry
-def simple_gla(
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None = None, g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False, state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    mode: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+               scale: float | None = None, initial_state: Tensor | None = None,
+               output_final_state: bool = False, state_v_first: bool = False,
+               cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+               mode: str = "auto") -> tuple[Tensor, Tensor | None]:
     """Compute simple GLA in the mode that suits the call.
 
     mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the
@@ -231,8 +205,7 @@ def run_simple_gla(request: Request, q: Tensor, k: Tensor, v: Tensor, g: Tensor 
 
 
 def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor, v: Tensor,
-                 g: Tensor | None = None,
-                 g_gamma: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+                 g: Tensor | None = None, g_gamma: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return o of ``run_simple_gla`` and, with output_attentions, the scores (else None)."""
     scalars.flags(output_attentions=output_attentions)
     if output_attentions and request.cu_seqlens is not None:

@@ -34,17 +34,12 @@ from flashlin.ops.norm import mamba_norm
 
 @entry
 def mamba_chunk_scan_combined(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: Sequence[float] = (0.0, math.inf),
-    return_final_states: bool = False, return_varlen_states: bool = False,
-    out_dtype: torch.dtype | None = None,
-    *,
-    cp_context: Any = None, process_group: Any = None,
-) -> Tensor | tuple[Tensor, ...]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: Sequence[float] = (0.0, math.inf), return_final_states: bool = False,
+    return_varlen_states: bool = False, out_dtype: torch.dtype | None = None, *, cp_context: Any = None,
+    process_group: Any = None) -> Tensor | tuple[Tensor, ...]:
     """Compute the scan of Mamba2 chunk by chunk.
 
     Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``. The recurrence is
@@ -149,21 +144,12 @@ def _check_over_ranks(seq_idx: Tensor | None, cu_seqlens: Tensor | None, final: 
 
 @linear_entry
 def mamba_split_conv1d_scan_combined(
-    zxbcdt: Tensor, conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    dt_bias: Tensor, A: Tensor, D: Tensor,
-    chunk_size: int,
-    initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
-    dt_limit: Sequence[float] = (0.0, math.inf),
-    return_final_states: bool = False,
-    activation: str | None = "silu",
-    rmsnorm_weight: Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: Tensor | None = None, outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    norm_before_gate: bool = True,
-) -> Tensor | tuple[Tensor, Tensor]:
+    zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt_bias: Tensor, A: Tensor, D: Tensor,
+    chunk_size: int, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
+    dt_limit: Sequence[float] = (0.0, math.inf), return_final_states: bool = False,
+    activation: str | None = "silu", rmsnorm_weight: Tensor | None = None, rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None, outproj_bias: Tensor | None = None, headdim: int | None = None,
+    ngroups: int = 1, norm_before_gate: bool = True) -> Tensor | tuple[Tensor, Tensor]:
     """Compute a Mamba2 layer after its input projection: convolution, scan, gated norm and output projection.
 
     Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
@@ -208,12 +194,11 @@ def mamba_split_conv1d_scan_combined(
     The differences from mamba_ssm are the same as in ``mamba_chunk_scan_combined``. Also, any number of
     channels works, and kernels run for W up to 16.
     """
-    y, final = _mixed(
-        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size=chunk_size,
-        initial_states=initial_states, seq_idx=seq_idx, dt_limit=dt_limit,
-        return_final_states=return_final_states, activation=activation,
-        rmsnorm_weight=rmsnorm_weight, rmsnorm_eps=rmsnorm_eps, headdim=headdim, ngroups=ngroups,
-        norm_before_gate=norm_before_gate)
+    y, final = _mixed(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size=chunk_size,
+                      initial_states=initial_states, seq_idx=seq_idx, dt_limit=dt_limit,
+                      return_final_states=return_final_states, activation=activation,
+                      rmsnorm_weight=rmsnorm_weight, rmsnorm_eps=rmsnorm_eps, headdim=headdim,
+                      ngroups=ngroups, norm_before_gate=norm_before_gate)
     if outproj_weight is not None:
         need_tensor("outproj_weight", outproj_weight, (None, y.shape[2]), "[out, M + H P]", y.device,
                     "zxbcdt")

@@ -26,12 +26,9 @@ OP = "selective_state_update"
 
 
 @entry
-def selective_state_update(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    state_batch_indices: Tensor | None = None,
-) -> Tensor:
+def selective_state_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+                           D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+                           dt_softplus: bool = False, state_batch_indices: Tensor | None = None) -> Tensor:
     """Compute the next token of each sequence and update its state in place.
 
     Drop-in for ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``. It computes

@@ -42,18 +42,12 @@ MODES = ("chunk", "fused_recurrent")
 
 
 @entry
-def decode(
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None, beta: Tensor | None,
-    states: Tensor, indices: Tensor,
-    *,
-    num_accepted_tokens: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
-    use_gate_in_kernel: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-) -> Tensor:
+def decode(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, states: Tensor,
+           indices: Tensor, *, num_accepted_tokens: Tensor | None = None, cu_seqlens: Tensor | None = None,
+           scale: float | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+           lower_bound: float | None = None, use_gate_in_kernel: bool = False,
+           use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+           allow_neg_eigval: bool = False) -> Tensor:
     """Decode the next token, or several drafted tokens, of N requests in one launch, gates included.
 
     Args:
@@ -108,18 +102,12 @@ def decode(
 
 
 @entry
-def prefill(
-    q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor | None, beta: Tensor | None,
-    states: Tensor, indices: Tensor, cu_seqlens: Tensor, has_initial_state: Tensor,
-    *,
-    mode: str = "chunk",
-    scale: float | None = None,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
-    use_gate_in_kernel: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-) -> Tensor:
+def prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, states: Tensor,
+            indices: Tensor, cu_seqlens: Tensor, has_initial_state: Tensor, *, mode: str = "chunk",
+            scale: float | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+            lower_bound: float | None = None, use_gate_in_kernel: bool = False,
+            use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+            allow_neg_eigval: bool = False) -> Tensor:
     """Process prompts, or pieces of prompts, of N requests, and write their final states to the pool.
 
     Args:

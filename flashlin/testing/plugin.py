@@ -104,16 +104,9 @@ class TritonMatrix:
     def __init__(self, properties: list[tuple[str, object]], tell: Tell = on_stderr) -> None:
         self._properties, self._tell = properties, tell
 
-    def __call__(
-        self,
-        function: Callable[[], Any],
-        *,
-        triton: Iterable[str] = supported(),
-        sm: Iterable[int] = (80, 90),
-        layers: Iterable[str] = LAYERS,
-        timeout: float = 180,
-        rtol: float | None = None, atol: float | None = None,
-    ) -> None:
+    def __call__(self, function: Callable[[], Any], *, triton: Iterable[str] = supported(),
+                 sm: Iterable[int] = (80, 90), layers: Iterable[str] = LAYERS, timeout: float = 180,
+                 rtol: float | None = None, atol: float | None = None) -> None:
         """Fail the test unless every kernel that ``function`` launches works under every release and target.
 
         Args:

@@ -107,9 +107,8 @@ def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded
                   for name, value in values if name not in constexprs)
     given = (*arguments.items(), *launch.tile)
     constants = tuple((name, value) for name, value in given if name in constexprs)
-    return Recorded(kernel.fn.__module__, kernel.fn.__name__, kinds, constants,
-                    launch.num_warps, launch.num_stages, launch.shared, tuple(sorted(launch.traits)),
-                    launch.config)
+    return Recorded(kernel.fn.__module__, kernel.fn.__name__, kinds, constants, launch.num_warps,
+                    launch.num_stages, launch.shared, tuple(sorted(launch.traits)), launch.config)
 
 
 def specialised(value: Any, specialise: bool = True) -> str | None:

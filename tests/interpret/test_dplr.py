@@ -160,13 +160,13 @@ def test_the_library_operators() -> None:
     q, k, v, g, beta, h0 = leaves("chunk_kda", 1, 9, 1)
     how = (torch.float32, "chunk", -math.inf, True, "chunk_kda")
     torch.library.opcheck(torch.ops.flashlin.dplr,
-                          (q, k, v, g, None, None, beta, h0, None, 0.25, True, False, *how))
+                          (q, k, v, g, None, None, beta, None, None, h0, None, 0.25, True, False, *how))
     q, k, v, a, b, g, _ = leaves("chunk_rwkv7", 1, 9, 1)
     torch.library.opcheck(torch.ops.flashlin.dplr,
-                          (q, k, v, g, a, b, None, None, None, 0.25, False, False, *how))
+                          (q, k, v, g, a, b, *[None] * 5, 0.25, False, False, *how))
     with torch.no_grad():
         torch.library.opcheck(torch.ops.flashlin.dplr_backward, (
-            q, k, v, g, a, b, None, None, None, None, None, torch.ones_like(v), None, 0.25, False, False,
+            q, k, v, g, a, b, *[None] * 7, torch.ones_like(v), None, 0.25, False, False,
             *how, "q k v g a b"))
 
 

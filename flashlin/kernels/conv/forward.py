@@ -144,10 +144,8 @@ def conv_forward(
     start = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
     n, behind, left = sequences_of(before, bounds, start, T, N, R, BT, VARLEN)
-    z = convolved(
-        x=x, filters=filters_of(weight, cols, D, W, BW), bias=bias, h0=h0,
-        start=start, n=n, behind=behind, left=left, cols=cols, stride=stride,
-        D=D, W=W, BT=BT, BD=BD, BW=BW, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
+    z = convolved(x, filters_of(weight, cols, D, W, BW), bias, h0, start, n, behind, left, cols, stride, D=D,
+                  W=W, BT=BT, BD=BD, BW=BW, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
     if SILU:
         z *= tl.sigmoid(z)
     ahead = tl.arange(0, BT)
@@ -284,8 +282,7 @@ def launch_forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, r
             T=T, N=N, R=B * T, stride=stride,
             **facts, SILU=silu, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None))
     if ht is not None and N:
-        start_planned(plan, conv_state, dict(
-            x=x, h0=h0, bounds=bounds, ht=ht, T=T, stride=stride, **facts))
+        start_planned(plan, conv_state, dict(x=x, h0=h0, bounds=bounds, ht=ht, T=T, stride=stride, **facts))
     return y, ht
 
 

@@ -7,11 +7,9 @@ from torch import Tensor
 from flashlin.kernels.oracle import before, token_by_token
 
 
-def convolve(
-    x: Tensor, weight: Tensor,
-    bias: Tensor | None = None, residual: Tensor | None = None, initial_state: Tensor | None = None,
-    activation: str | None = None, cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+             initial_state: Tensor | None = None, activation: str | None = None,
+             cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the short convolution y [B, T, D] and its final state [N, D, W]; both are differentiable.
 
     y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) + residual_t

@@ -87,9 +87,8 @@ def delta_reverse(
     own = program // NV
     i_h = own % HV
     i_qk = i_h // (HV // H)
-    n, i_part, first, length, last, entered = own_part(
-        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
-        REVERSE=True)
+    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L,
+                                                       VARLEN=VARLEN, REVERSE=True)
     if ALONE:
         length = tl.where(i_part > 0, length, 0)
     if HAS_DHT:
@@ -249,8 +248,7 @@ def grads_of_chunk(
             put(dp, p_rows * b_beta[:, None], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             q_rows = from_h + tl.dot(b_ds, b_k, input_precision=PRECISION)
             here += tl.sum(wide_q * q_rows, 1)
-            put(
-                dq, q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            put(dq, q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             k_columns = tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION)
             k_columns += tl.dot(tl.trans(b_z), scaled_p, input_precision=PRECISION)
             here -= tl.sum(wide_k * k_columns, 1)
@@ -267,9 +265,8 @@ def grads_of_chunk(
             if DECAY != 0:
                 here += tl.sum(wide_q * (from_h + q_rows), 1) + tl.sum(wide_k * (k_rows - k_columns), 1)
                 left += tl.sum(wide_k * to_h, 1)
-            put(
-                dq, from_h + q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV,
-                D=K, d0=k0, BT=BT, BD=BK)
+            put(dq, from_h + q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV, D=K, d0=k0,
+                BT=BT, BD=BK)
             b_dk = to_h + k_rows + k_columns
         put(dk, b_dk + diagonal[:, None] * wide_q, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
     tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=inside)
@@ -319,17 +316,15 @@ def delta_grads(
                 zero_gaps(dg, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            grads_of_chunk(
-                q=q, k=k, p=p, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
-                dstates=dstates, dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg,
-                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
+            grads_of_chunk(q=q, k=k, p=p, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
+                           dstates=dstates, dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg, scale=scale, n=n,
+                           first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R, K=K, V=V, BT=BT,
+                           BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
     else:  # one chunk for each program; even a loop of one step would keep all masks in registers
-        grads_of_chunk(
-            q=q, k=k, p=p, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
-            dstates=dstates, dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg,
-            scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
+        grads_of_chunk(q=q, k=k, p=p, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
+                       dstates=dstates, dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg, scale=scale, n=n,
+                       first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R, K=K, V=V, BT=BT,
+                       BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,

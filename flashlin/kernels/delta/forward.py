@@ -96,9 +96,8 @@ def put_both(
     """
     put(A, X, first, t0, length, i_h, HV, D=BT, d0=column, BT=SIDE, BD=SIDE)
     if HAS_LOW:
-        put(
-            A_low, X - X.to(A.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV,
-            D=BT, d0=column, BT=SIDE, BD=SIDE)
+        put(A_low, X - X.to(A.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, D=BT, d0=column,
+            BT=SIDE, BD=SIDE)
 
 
 @triton.jit
@@ -172,9 +171,8 @@ def inverse_of_chunk(
     a = tl.load(at_a, mask=lower, other=0.0)
     put_both(A, A_low, a, first, t0, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
     if PAIR:
-        put_both(
-            A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
-            BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
+        put_both(A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV, BT=BT,
+                 column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
         if t1 < length:  # LLVM needs over twice the time for one block of code of both tile rows
             b = tl.load(at_b, mask=lower, other=0.0)
             put_both(A, A_low, b, first, t1, length, i_h, HV, BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
@@ -209,17 +207,13 @@ def delta_inverse(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            inverse_of_chunk(
-                k=k, p=p, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
-                n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
-                K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
-                MERGE=MERGE)
+            inverse_of_chunk(k, p, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R,
+                             K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER, HAS_LOW=HAS_LOW,
+                             PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk for each program; even a loop of one step would keep all masks in registers
-        inverse_of_chunk(
-            k=k, p=p, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
-            n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R,
-            K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
-            MERGE=MERGE)
+        inverse_of_chunk(k, p, beta, G, A, A_low, betas, scratch, n, first, share * BT, length, i_h, H, HV, R,
+                         K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER, HAS_LOW=HAS_LOW,
+                         PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -250,9 +244,8 @@ def delta_scan(
     own = program // NV
     i_h = own % HV
     i_qk = i_h // (HV // H)
-    n, i_part, first, length, last, entered = own_part(
-        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
-        REVERSE=False)
+    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L,
+                                                       VARLEN=VARLEN, REVERSE=False)
     if GAPS:
         if i_part == 0:
             zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -329,9 +322,8 @@ def delta_states(
     own = program // NV
     i_h = own % HV
     i_qk = i_h // (HV // H)
-    n, i_part, first, length, last, entered = own_part(
-        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
-        REVERSE=False)
+    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L,
+                                                       VARLEN=VARLEN, REVERSE=False)
     if HAS_H0:
         at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
@@ -350,9 +342,8 @@ def delta_states(
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
         tl.store(states + to, h.to(b_k.dtype), mask=whole)
-        b_u, h = written(
-            h=h, b_p=b_p, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, read=read, D=D, total=total, b_low=b_A,
-            DECAY=DECAY, HALF=False, PRECISION=PRECISION)
+        b_u, h = written(h, b_p, b_k, b_v, b_A, b_beta, read, D, total, b_A, DECAY=DECAY, HALF=False,
+                         PRECISION=PRECISION)
         put(u, b_u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
 
 

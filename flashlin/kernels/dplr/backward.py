@@ -40,18 +40,21 @@ For KDA, the gradient of a = -beta k gives those of k and beta, and dv = beta dY
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE
-from flashlin.kernels.dplr.forward import erases, prepare
+from flashlin.kernels.dplr.forward import erases, prepare, scan_overlapped
 from flashlin.kernels.dplr.inputs import Inputs, Scalars
 from flashlin.kernels.dplr.one_reference import dplr_grads_one
 from flashlin.kernels.dplr.parts import dplr_alone
+from flashlin.kernels.dplr.raw import prepare_raw
 from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sums_read
-from flashlin.kernels.gla.forward import halves, start_chunks
+from flashlin.kernels.gla.forward import halves, start_chunks, sums_of_chunks
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import back_by_transfers, by_transfers, own_part
 from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
@@ -85,9 +88,8 @@ def dplr_states(
     v0 = program % NV * BV
     own = program // NV
     i_h = own % HV
-    n, i_part, first, length, last, entered = own_part(
-        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
-        REVERSE=False)
+    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L,
+                                                       VARLEN=VARLEN, REVERSE=False)
     if HAS_H0:
         at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
@@ -146,9 +148,8 @@ def dplr_reverse(
     v0 = program % NV * BV
     own = program // NV
     i_h = own % HV
-    n, i_part, first, length, last, entered = own_part(
-        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
-        REVERSE=True)
+    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L,
+                                                       VARLEN=VARLEN, REVERSE=True)
     if (GAPS and TWO_WRITES) and not ALONE:  # before Triton 3.4, "and" cannot chain three operands
         if i_part == 0:
             zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -455,18 +456,16 @@ def dplr_grads(
                     zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            grads_of_chunk(
-                q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
-                dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
-                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
-                PRECISION=PRECISION)
+            grads_of_chunk(q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
+                           dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
+                           scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V,
+                           BT=BT, BK=BK, BV=BV, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
+                           PRECISION=PRECISION)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        grads_of_chunk(
-            q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
-            dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
-            scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
+        grads_of_chunk(q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
+                       dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, scale=scale,
+                       n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT,
+                       BK=BK, BV=BV, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
@@ -529,6 +528,15 @@ def dplr_grads_rest(
                 ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
 
 
+def served(G: torch.Tensor, BT: int) -> torch.Tensor:
+    """Return 1 for each chunk of BT tokens that fits one decay reference, else 0, like ``dplr_prepare_one``.
+
+    G: [B, T, HV, K], sums of decays within each chunk, in bits. T is a multiple of BT. The result is int32.
+    """
+    fits = (G[:, BT - 1::BT] - G[:, ::BT]).amin(-1) >= -120  # see still_served
+    return F.pad(fits.int(), (0, 0, 0, 1))
+
+
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
     """Run the backward launches and return the gradients, keyed by input name; None for missing inputs.
@@ -543,22 +551,43 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
     finishing = plan.launch("dplr_grads_one", "dplr_grads")
+    reversing = plan.launch("dplr_overlapped_back", "dplr_reverse")
     grads = batch.gradients(needs, "q", "k", "v", "g", "a", "b", "beta")
     constants = dict(K=K, V=V, TWO_WRITES=x.b is not None, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
+    short = any(launch.kernel == "dplr_prepare_raw" for launch in plan.launches)
     for part in batch.parts(finishing, **grads, do=do, dht=dht, scale=how.scale):
-        prepare(plan, part, backward=True)
-        for name in ("states", "dstates"):
-            part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
-        for name in ("x", "dy"):
-            part[name] = torch.empty_like(part["v"])
+        if short:  # the memory of dg contains the sums of short chunks until the last kernels write dg
+            dg = part["dg"]
+            prepare_raw(plan, part, how.lowest, torch.empty_like(part["g"]) if dg is None else dg)
+        else:
+            prepare(plan, part, backward=True)
+        part["states"] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
+        part["x"] = torch.empty_like(part["v"])
         by_transfers(batch, part, dplr_alone, scanned, has_dht=dht is not None)
-        if whole:
-            batch.scan(dplr_states, dict(scanned, HAS_H0=part["h0"] is not None), part)
+        ends = dict(HAS_H0=part["h0"] is not None)
+        if whole and OVERLAPPED in plan.launch("dplr_overlapped", "dplr_states").traits:
+            scan_overlapped(batch, dict(ends, o=part["x"], ht=None, ERASE_RATE=False, HAS_HT=False,
+                                        V_FIRST=how.state_v_first),
+                            {**part, "q_in": None, "P": None, "R": None})
+        elif whole:
+            batch.scan(dplr_states, dict(scanned, **ends), part)
+        del part["W"], part["M"]  # frees memory that the next tensors can use
+        part["dstates"], part["dy"] = torch.empty_like(part["states"]), torch.empty_like(part["v"])
         reverse = dict(scanned, HAS_LOW=part["T_low"] is not None, GAPS=batch.gaps)
         back_by_transfers(batch, part, dplr_reverse, reverse, "dy", "dv", "dstates")
-        batch.scan(dplr_reverse, dict(reverse, HAS_DHT=part["dht"] is not None,
-                                      HAS_DH0=part["dh0"] is not None, ALONE=False), part)
+        ends = dict(HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None)
+        if OVERLAPPED in reversing.traits:
+            from flashlin.kernels.dplr.overlapping_back import dplr_overlapped_back
+            batch.scan(dplr_overlapped_back, dict(ends, V=V, V_FIRST=how.state_v_first),
+                       {**part, "do": part["do"].to(x.v.dtype)})
+        else:
+            batch.scan(dplr_reverse, dict(reverse, **ends, ALONE=False), part)
+        if short and whole:
+            for name in ("G", "q_in", "a_in", "b_out", "P", "T_", "T_low"):
+                del part[name]
+            part["G"] = sums_of_chunks(plan, part)
+            part["served"] = served(part["G"], finishing.block("BT"))
         if whole:
             start_chunks(plan, (dplr_grads, dplr_grads_one, dplr_grads_rest),
                          dict(constants, ERASE_RATE=erases(x.a, x.b)), part, GAPS=batch.gaps)

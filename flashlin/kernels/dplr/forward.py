@@ -46,11 +46,13 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision
 from flashlin.kernels.dplr.inputs import Inputs, Scalars
 from flashlin.kernels.dplr.one_reference import dplr_prepare_one
 from flashlin.kernels.dplr.parts import dplr_alone
+from flashlin.kernels.dplr.raw import prepare_raw
 from flashlin.kernels.gla.decays import sums_at, sums_read
 from flashlin.kernels.gla.forward import halves, start_chunks, sums_of_chunks
 from flashlin.kernels.gla.parts import sum_of_chunk
@@ -129,21 +131,16 @@ def prepare_chunk(
                 s2 = tl.dot(X2, tl.trans(X2), input_precision=PRECISION)
                 own += tl.where(partner, tl.where(below, s1, s2), 0.0)
     if TWO_WRITES:
-        put(
-            R, tl.where(below, own, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV,
+        put(R, tl.where(below, own, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV,
             D=BT, d0=0, BT=BT, BD=BT)
-        put(
-            P, tl.where(below, cross, tl.where(equal, qb[:, None], 0.0)) * scale,
-            first, t0, length, i_h, HV,
+        put(P, tl.where(below, cross, tl.where(equal, qb[:, None], 0.0)) * scale, first, t0, length, i_h, HV,
             D=BT, d0=0, BT=BT, BD=BT)
         L = tl.where(below, tl.trans(own), 0.0)
         b_N = tl.where(below, tl.trans(cross), 0.0)
         if BACKWARD:
             put(N_, b_N, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
     else:
-        put(
-            P, tl.where(below, cross, tl.where(equal, qk[:, None], 0.0)) * scale,
-            first, t0, length, i_h, HV,
+        put(P, tl.where(below, cross, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV,
             D=BT, d0=0, BT=BT, BD=BT)
         L = tl.where(below, tl.trans(cross), 0.0)
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
@@ -157,9 +154,8 @@ def prepare_chunk(
     if BACKWARD:
         put(T_, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if HAS_LOW:
-            put(
-                T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV,
-                D=BT, d0=0, BT=BT, BD=BT)
+            put(T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, D=BT, d0=0,
+                BT=BT, BD=BT)
     for k0 in range(0, K, BK):
         if TWO_WRITES:
             b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
@@ -218,19 +214,15 @@ def dplr_prepare(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            prepare_chunk(
-                q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
-                k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
-                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
-                K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD,
-                HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+            prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch,
+                          scale, n, first, t0, length, i_h, H, HV, K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES,
+                          ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
+                          MERGE=MERGE)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        prepare_chunk(
-            q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
-            k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
-            scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV,
-            K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD,
-            HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+        prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch,
+                      scale, n, first, share * BT, length, i_h, H, HV, K=K, BT=BT, BK=BK,
+                      TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW,
+                      PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
@@ -265,11 +257,10 @@ def dplr_prepare_rest(
     first, length = sequence_of(n, bounds, T, VARLEN)
     for t0 in range(share * BT, length, shares * BT):
         if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * HV + i_h) == 0:
-            prepare_chunk(
-                q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W, M=M,
-                P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, scale=scale, n=n, first=first, t0=t0,
-                length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES,
-                ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+            prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch,
+                          scale, n, first, t0, length, i_h, H, HV, K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES,
+                          ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
+                          MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
@@ -301,9 +292,8 @@ def dplr_scan(
     v0 = program % NV * BV
     own = program // NV
     i_h = own % HV
-    n, i_part, first, length, last, entered = own_part(
-        i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
-        REVERSE=False)
+    n, i_part, first, length, last, entered = own_part(own // HV, i_h, undivided, bounds, T, N, HV, L,
+                                                       VARLEN=VARLEN, REVERSE=False)
     if GAPS:
         if i_part == 0:
             zero_gaps(o, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -382,9 +372,22 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, t
     o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     constants = dict(K=batch.K, V=batch.V, TWO_WRITES=x.b is not None, V_FIRST=how.state_v_first,
                      VARLEN=batch.packed, PRECISION=precision(plan))
-    for part in batch.parts(plan.launch("dplr_scan"), o=o, ht=ht, scale=how.scale):
-        prepare(plan, part)
+    scanning = plan.launch("dplr_overlapped", "dplr_scan")
+    for part in batch.parts(scanning, o=o, ht=ht, scale=how.scale):
+        if x.A_log is None:
+            prepare(plan, part)
+        else:
+            prepare_raw(plan, part, how.lowest)
         by_transfers(batch, part, dplr_alone, constants)
-        batch.scan(dplr_scan, dict(constants, ERASE_RATE=erases(x.a, x.b), HAS_H0=part["h0"] is not None,
-                                   HAS_HT=how.has_ht, GAPS=batch.gaps), part)
+        ends = dict(ERASE_RATE=erases(x.a, x.b), HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht)
+        if OVERLAPPED in scanning.traits:
+            scan_overlapped(batch, dict(ends, states=None, V_FIRST=how.state_v_first), part)
+        else:
+            batch.scan(dplr_scan, dict(constants, **ends, GAPS=batch.gaps), part)
     return o, ht
+
+
+def scan_overlapped(batch: Batch, arguments: dict[str, Any], part: dict[str, Any]) -> None:
+    """Start the scan in Gluon. Its arguments TWO_WRITES and V follow from the batch."""
+    from flashlin.kernels.dplr.overlapping import dplr_overlapped
+    batch.scan(dplr_overlapped, dict(arguments, V=batch.V, TWO_WRITES=batch.x.b is not None), part)

@@ -17,11 +17,15 @@ class Inputs(NamedTuple):
         Gated DeltaNet 2 only a is given. It is the erase rate per key channel, and v is already multiplied
         by the write rates.
     beta: [B, T, HV], for KDA, or None.
+    A_log: [HV], or None. With A_log, for KDA without gradients, q and k are not normalized yet, and g is the
+        raw gate. The log decays are lowest * sigmoid(exp(A_log) * (g + dt_bias)).
+    dt_bias: [HV, K], or None.
     h0: initial states [N, HV, K, V] or, with ``state_v_first``, [N, HV, V, K]; or None.
     bounds: [N + 1], increasing, within 0 .. T, or None for a dense batch. Sequence n is the rows bounds[n] ..
         bounds[n + 1] of the single batch row. Rows outside of all sequences give zeros.
 
-    Kernels require contiguous tensors, g and beta in fp32, and the same dtype for q, k, v, a and b.
+    Kernels require contiguous tensors, and the same dtype for q, k, v, a and b. beta, A_log, dt_bias and, if
+    it is not raw, g are fp32.
     """
     q: Tensor
     k: Tensor
@@ -30,6 +34,8 @@ class Inputs(NamedTuple):
     a: Tensor | None
     b: Tensor | None
     beta: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
     h0: Tensor | None
     bounds: Tensor | None
 

@@ -135,9 +135,8 @@ def prepare_from_reference(
                 put(N_, N, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             put(T_, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             if HAS_LOW:
-                put(
-                    T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV,
-                    D=BT, d0=0, BT=BT, BD=BT)
+                put(T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV, D=BT,
+                    d0=0, BT=BT, BD=BT)
         for k0 in range(0, K, BK):
             b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
             b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=TWO_WRITES)
@@ -201,19 +200,15 @@ def dplr_prepare_one(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            prepare_from_reference(
-                q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
-                M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
-                first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE,
-                TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW,
-                PRECISION=PRECISION, MERGE=MERGE)
+            prepare_from_reference(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low,
+                                   scratch, served, scale, n, first, t0, length, i_h, H, HV, K=K, BT=BT,
+                                   BK=BK, ONE=ONE, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
+                                   BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        prepare_from_reference(
-            q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
-            M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
-            first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE,
-            TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW,
-            PRECISION=PRECISION, MERGE=MERGE)
+        prepare_from_reference(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low,
+                               scratch, served, scale, n, first, share * BT, length, i_h, H, HV, K=K, BT=BT,
+                               BK=BK, ONE=ONE, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
+                               BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit
@@ -352,8 +347,7 @@ def grads_from_reference(
             else:
                 here += there
                 if ERASE_RATE:
-                    put(da, -b_k.to(tl.float32) * b_da, first, t0, length, i_h, HV,
-                        D=K, d0=k0, BT=BT, BD=BK)
+                    put(da, -b_k.to(tl.float32) * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 else:
                     b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
                 b_da *= -rate_of(

@@ -31,6 +31,8 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 # The same for one decay reference. KDA has one rate for all channels, so it needs the fewest tiles.
 BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
 TIMED = (3, 5)
+RAW = {"A_log", "dt_bias", "bounded"}  # options of calls for which raw.py prepares chunks
+ONCE = {"gla_sums", "dplr_grads_one", "dplr_grads_rest"}  # kernels of chunks of 64 tokens beside those of 16
 
 
 @scans.calm
@@ -44,6 +46,20 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
     narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
     """
+    asked = RAW.intersection(problem.options)
+    problem = problem._replace(options=tuple(name for name in problem.options if name not in RAW))
+    whole = _whole(problem, target, narrow)
+    if asked and problem.K <= 2 * WIDE and not halves_all(problem, target):
+        short = planned(problem, target, narrow, one=False, raw=True)
+        short = _beside(short, whole) if "bounded" in asked else short
+        if short and (target.backend == "interpreter"
+                      or all(scans.may_start(one, problem, target) for one in short)):
+            return short
+    return whole
+
+
+def _whole(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
+    """Return the launches of a problem in chunks of up to 64 tokens."""
     if not halves_all(problem, target):
         # The kernels for the remaining chunks can choose other tiles, so they always avoid the tiles of the
         # known issue hopper-narrow-grads.
@@ -58,11 +74,27 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     return planned(problem, target, narrow, one=False)
 
 
-def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[Launch, ...]:
+def _beside(short: tuple[Launch, ...], whole: tuple[Launch, ...]) -> tuple[Launch, ...]:
+    """Return the launches of a backward whose scans have chunks of 16 tokens; none if they cannot be used.
+
+    The gradients of chunks have 64 tokens. Only scans in Gluon store the states of such chunks.
+
+    short, whole: the launches of a problem in chunks of 16 tokens, and of 64.
+    """
+    scanned = {launch.kernel for launch in short}
+    kept = [launch for launch in whole if launch.kernel in ONCE and launch.block("BT") == BLOCK]
+    if len(kept) < len(ONCE) or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned:
+        return ()
+    return *kept[:1], *short, *kept[1:]
+
+
+def planned(problem: Problem, target: Target, narrow: bool, one: bool,
+            raw: bool = False) -> tuple[Launch, ...]:
     """Return the launches of a problem with or without the kernels for one decay reference.
 
     narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
     one: whether chunks that fit one decay reference use it (``one_reference.py``).
+    raw: whether the kernel of ``raw.py`` prepares chunks, which have 16 tokens then.
     """
     bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
@@ -115,7 +147,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
         """Return the traits of a scan's tile, and of the score and gradient tiles for the same chunks."""
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
-    longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two and not one else BLOCK
+    longest = 16 if raw or (bytes_each == 4 and problem.K > 64) else SHORT if two and not one else BLOCK
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
                   if config.BT <= longest and (config.num_stages == 1 or (config.BT > SHORT and not two)))
 
@@ -133,7 +165,12 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
                  for width in (wide, max(16, wide // 2))]
         every = [way for launch in kinds for way in (launch, *scans.ways(launch, problem))]
         return scans.least_spilled(every, target)
-    if one:
+    if raw:
+        tile = dict(BT=BT, BK=min(WIDE, padded(problem.K)), REGISTERS=168 if target.backend == "cuda" else 0)
+        preparation = [scans.over_tokens("dplr_prepare_raw", problem, tile, 4 * 1024, per_chunk, num_warps=2)]
+        gradients = []  # _beside adds them
+        scan = scans.deepest(scan, scanning, target)
+    elif one:
         strip = BY_ONE_KDA if "beta" in problem.options else BY_ONE
         strip = Strip(min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V)),
                       min(strip.num_warps, warps))
@@ -154,18 +191,43 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
     single = scan._replace(BV=scans.NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
     if narrow:
         scan = scans.deepest(single, scanning, target)
-    kernels = [scans.channel_sums_launch(problem, BT), *preparation]
+    kernels = preparation if raw else [scans.channel_sums_launch(problem, BT), *preparation]
 
     def walk(kernel: str, config: Config, shared: int, tall: bool = False) -> Launch:
         return scans.state_launch(kernel, config, problem, shared, dots, tall, part)
     if part:
         kernels += [walk("dplr_alone", single, scanning(single)),
                     scans.carry_launch(problem, target, part, transfer=True)]
-    kernels.append(walk("dplr_scan", scan, scanning(scan), scan.num_stages > 1))
+    fast = _overlapped(problem, target, part, BT, two)
+    kernels.append(fast or walk("dplr_scan", scan, scanning(scan), scan.num_stages > 1))
     if problem.needs_grad:
-        kernels += [walk("dplr_states", single, scanning(single)),
-                    walk("dplr_reverse", single, reverse(single)), *gradients]
+        if not fast:
+            kernels.append(walk("dplr_states", single, scanning(single)))
+        back = _overlapped(problem, target, part, BT, two, back=True)
+        if part or not back:  # split sequences always need dplr_reverse, with ALONE
+            kernels.append(walk("dplr_reverse", single, reverse(single)))
+        kernels += [*([back] if back else []), *gradients]
     return tuple(kernels)
+
+
+def _overlapped(problem: Problem, target: Target, part: int, BT: int, two: bool,
+                back: bool = False) -> Launch | None:
+    """Return the launch of the forward scan in Gluon, or None if it cannot be used.
+
+    Backward also uses it, to recompute the states. Then it needs less memory.
+
+    back: True for the reverse scan instead. It supports one writing vector.
+    """
+    K, BV = problem.K, 64
+    groups = 1 if problem.V % (2 * BV) else 2
+    slot = 2 * BLOCK * ((3 + two) * K + (2 + two + back) * BT + groups * BV) + 4 * K * BLOCK // BT
+    fixed = groups * BV * (2 * BLOCK + 2 * K if back else 4 * BLOCK) + 1024
+    stages = min(scans.STAGES, (target.shared - fixed) // slot)
+    if stages < 2 or BT not in (16, BLOCK) or problem.T % BLOCK or (two and back):
+        return None
+    return scans.overlapped("dplr_overlapped_back" if back else "dplr_overlapped", problem, target, part,
+                            {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages},
+                            stages * slot + fixed)
 
 
 def narrow_grads(BT: int, strip: Strip) -> frozenset[str]:

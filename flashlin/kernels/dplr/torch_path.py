@@ -27,10 +27,9 @@ def compute(x: Inputs, scale: float, lowest: float) -> tuple[torch.Tensor, torch
     return over_sequences(_rows, (x.q, x.k, x.v, x.g, x.a, x.b, beta), x.h0, x.bounds, scale)
 
 
-def _rows(
-    h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
-    a: torch.Tensor | None, b: torch.Tensor | None, beta: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+          a: torch.Tensor | None, b: torch.Tensor | None,
+          beta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     T, length = q.shape[1], chunk_length(q.shape[1])
     q, k, v, g = (chunks(x, length) for x in (q, k, v, g))
     a, b, beta = (None if x is None else chunks(x, length) for x in (a, b, beta))

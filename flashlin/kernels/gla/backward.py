@@ -222,9 +222,8 @@ def grads_of_chunk(
         for level in range(LEVELS):
             half = halves(level, BT)
             second = (half % 2 == 1)[:, None]
-            decay = decay_to_meeting(
-                b_G=b_G, G=G, half=half, level=level, last=last, first=first,
-                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, EARLIER=EARLIER)
+            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K=K, k0=k0, BK=BK,
+                                     EARLIER=EARLIER)
             b_X = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
             b_Z = tl.where((half ^ 1)[:, None] == half[None, :], ds, 0.0).to(b_q.dtype)
             y = tl.dot(b_Z, b_X, input_precision=PRECISION)
@@ -300,15 +299,13 @@ def gla_grads(
                 zero_gaps(dg, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            grads_of_chunk(
-                q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
-                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
+            grads_of_chunk(q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk,
+                           dg=dg, du=du, scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H,
+                           K=K, V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        grads_of_chunk(
-            q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
-            scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
+        grads_of_chunk(q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg,
+                       du=du, scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, K=K,
+                       V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
@@ -353,10 +350,9 @@ def gla_grads_rest(
                 zero_gaps(dg, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
     for t0 in range(share * BT, length, shares * BT):
         if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * H + i_h) == 0:
-            grads_of_chunk(
-                q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
-                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, K=K, V=V, BT=BT, BK=BK,
-                BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
+            grads_of_chunk(q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk,
+                           dg=dg, du=du, scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H,
+                           K=K, V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,

@@ -152,9 +152,8 @@ def scores_of_chunk(
         for level in range(LEVELS):  # not unrolled, so that registers have the tiles of one level at a time
             half = halves(level, BT)
             second = half % 2 == 1
-            decay = decay_to_meeting(
-                b_G=b_G, G=G, half=half, level=level, last=last, first=first,
-                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, EARLIER=EARLIER)
+            decay = decay_to_meeting(b_G, G, half, level, last, first, t0, i_h, H, K=K, k0=k0, BK=BK,
+                                     EARLIER=EARLIER)
             b_X = (tl.where(second[:, None], b_q, b_k) * decay).to(b_q.dtype)
             s = tl.dot(b_X, tl.trans(b_X), input_precision=PRECISION)
             b_A += tl.where(tl.where(second, half - 1, -1)[:, None] == half[None, :], s, 0.0)
@@ -192,15 +191,11 @@ def gla_scores(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            scores_of_chunk(
-                q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
-                scale=scale, first=first, t0=t0, length=length, i_h=i_h, H=H,
-                K=K, BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
+            scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K=K, BT=BT, BK=BK,
+                            EARLIER=EARLIER, PRECISION=PRECISION)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        scores_of_chunk(
-            q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
-            scale=scale, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
-            K=K, BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
+        scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, share * BT, length, i_h, H, K=K, BT=BT,
+                        BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
@@ -237,9 +232,8 @@ def gla_scores_rest(
                 x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
                 put(G, tl.cumsum(x, 0), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             tl.debug_barrier()  # other threads read these sums
-            scores_of_chunk(
-                q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out, scale=scale, first=first, t0=t0,
-                length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
+            scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K=K, BT=BT, BK=BK,
+                            EARLIER=EARLIER, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L", "scale"])

@@ -27,11 +27,9 @@ def step_size(dt: Tensor, bias: Tensor | None, softplus: bool,
     return dt.clamp(*limit)
 
 
-def step(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
-    softplus: bool = False,
-) -> tuple[Tensor, Tensor]:
+def step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+         z: Tensor | None = None, dt_bias: Tensor | None = None,
+         softplus: bool = False) -> tuple[Tensor, Tensor]:
     """Compute one token of the state space model; return y [..., H, P] and the state [..., H, P, N].
 
         h = e^{dt A} h + dt x B^T
@@ -48,13 +46,11 @@ def step(
     return y if z is None else y * silu(z), state
 
 
-def scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
-    return_varlen_states: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+         z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+         seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
+         dt_limit: tuple[float, float] = (0.0, math.inf),
+         return_varlen_states: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run Mamba2's scan, one step for each token; return (y, final states, states of packed sequences).
 
     y is [b, T, H, P]. The final states, after each batch row, are [b, H, P, N]. The states after each packed
@@ -85,11 +81,9 @@ def scan(
     return y, ends[last:last + 1], ends if return_varlen_states else None
 
 
-def selective(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-) -> tuple[Tensor, Tensor]:
+def selective(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+              z: Tensor | None = None, delta_bias: Tensor | None = None,
+              delta_softplus: bool = False) -> tuple[Tensor, Tensor]:
     """Run Mamba's selective scan, one step per token; return y [b, D, T] and the final state [b, D, N].
 
     Each channel is computed as a head of size 1.
@@ -129,13 +123,10 @@ def window(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None,
     return silu(y) if activation else y, after
 
 
-def trapezoid(
-    Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor,
-    Q_bias: Tensor, K_bias: Tensor, Angles: Tensor,
-    D: Tensor | None = None, Z: Tensor | None = None,
-    states: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    bounds: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def trapezoid(Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor, Q_bias: Tensor,
+              K_bias: Tensor, Angles: Tensor, D: Tensor | None = None, Z: Tensor | None = None,
+              states: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+              bounds: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run Mamba-3, one step for each token; return y and the final (angles, states, k, v).
 
         theta <- theta + pi tanh(Angles) DT

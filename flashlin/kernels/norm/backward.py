@@ -133,10 +133,8 @@ def norm_backward(
         n = normalised(tile(s, first, rows, 0, D, BT, BD, "evict_first"), m, r, KIND, NORMED)
         u = tile(dy, first, rows, 0, D, BT, BD, "evict_first").to(tl.float32)
         if GATE != 0:
-            u = before_gate(
-                u=u, n=n, w=w, b=b, gate=gate, dgate=dgate,
-                first=first, rows=rows, d0=0,
-                D=D, BT=BT, BD=BD, GATE=GATE, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS, EVICT="evict_first")
+            u = before_gate(u, n, w, b, gate, dgate, first, rows, 0, D=D, BT=BT, BD=BD, GATE=GATE,
+                            HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS, EVICT="evict_first")
         if HAS_DWEIGHT:
             dw += u * n
         if HAS_DBIAS:
@@ -183,14 +181,11 @@ def norm_backward_rows(
     for d0 in range(0, D, BD):
         n = normalised(tile(s, first, rows, d0, D, BT, BD, "evict_last"), m, r, KIND, NORMED)
         u = tile(dy, first, rows, d0, D, BT, BD, "evict_last").to(tl.float32)
-        w, b = lines(
-            weight, bias, first, d0,
-            D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+        w, b = lines(weight, bias, first, d0, D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT,
+                     HAS_BIAS=HAS_BIAS)
         if GATE != 0:
-            u = before_gate(
-                u=u, n=n, w=w, b=b, gate=gate, dgate=dgate,
-                first=first, rows=rows, d0=d0,
-                D=D, BT=BT, BD=BD, GATE=GATE, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS, EVICT="evict_last")
+            u = before_gate(u, n, w, b, gate, dgate, first, rows, d0, D=D, BT=BT, BD=BD, GATE=GATE,
+                            HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS, EVICT="evict_last")
         if HAS_WEIGHT:
             u *= w
         along += tl.sum(u * n, 1)
@@ -204,9 +199,8 @@ def norm_backward_rows(
         if GATE != 0:
             factor, _ = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
             u *= factor
-        w, b = lines(
-            weight, bias, first, d0,
-            D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=False)
+        w, b = lines(weight, bias, first, d0, D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT,
+                     HAS_BIAS=False)
         if HAS_WEIGHT:
             u *= w
         ds = (u - level[:, None] - n * along[:, None]) * r[:, None]

@@ -142,9 +142,8 @@ def norm_forward(
         # other. With a bias, weight and bias are loaded after the sums. Otherwise they would use registers
         # that the rows in flight need.
         if not HAS_BIAS:
-            w, b = lines(
-                weight, bias, first, 0,
-                D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+            w, b = lines(weight, bias, first, 0, D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT,
+                         HAS_BIAS=HAS_BIAS)
         if HAS_TOTAL:
             put(total, s, first, rows, 0, D, BT, BD)
         if KIND == 0:
@@ -152,9 +151,8 @@ def norm_forward(
             s = tl.where(inside[None, :], s - m[:, None], 0.0)
         r = tl.rsqrt(tl.sum(s * s, 1) / COUNT + eps)
         if HAS_BIAS:
-            w, b = lines(
-                weight, bias, first, 0,
-                D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+            w, b = lines(weight, bias, first, 0, D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT,
+                         HAS_BIAS=HAS_BIAS)
         out = scaled(s * r[:, None], w, b, HAS_WEIGHT, HAS_BIAS)
         if GATE != 0:
             factor, _ = opened(tile(gate, first, rows, 0, D, BT, BD, ""), GATE)
@@ -164,9 +162,8 @@ def norm_forward(
         m = tl.zeros([BT], dtype=tl.float32)
         squares = tl.zeros([BT], dtype=tl.float32)
         for d0 in range(0, D, BD):
-            s = summed(
-                x, residual, first, rows, d0,
-                D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_last")
+            s = summed(x, residual, first, rows, d0, D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL,
+                       EVICT="evict_last")
             if HAS_TOTAL:
                 put(total, s, first, rows, d0, D, BT, BD)
             # Combine means and squares of blocks without cancellation (Chan, Golub and LeVeque 1979).
@@ -179,12 +176,10 @@ def norm_forward(
             squares += tl.sum(s * s, 1)
         r = tl.rsqrt(squares / COUNT + eps)
         for d0 in range(0, D, BD):
-            s = summed(
-                x, residual, first, rows, d0,
-                D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_first")
-            w, b = lines(
-                weight, bias, first, d0,
-                D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+            s = summed(x, residual, first, rows, d0, D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL,
+                       EVICT="evict_first")
+            w, b = lines(weight, bias, first, d0, D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT,
+                         HAS_BIAS=HAS_BIAS)
             out = scaled((s - m[:, None]) * r[:, None], w, b, HAS_WEIGHT, HAS_BIAS)
             if GATE != 0:
                 factor, slope = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)

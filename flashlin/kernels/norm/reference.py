@@ -5,13 +5,9 @@ import torch
 from torch import Tensor
 
 
-def normalise(
-    kind: str,
-    x: Tensor,
-    residual: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5, groups: int = 1,
-    gate: Tensor | None = None, activation: str = "swish",
-) -> tuple[Tensor, Tensor]:
+def normalise(kind: str, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
+              bias: Tensor | None = None, eps: float = 1e-5, groups: int = 1, gate: Tensor | None = None,
+              activation: str = "swish") -> tuple[Tensor, Tensor]:
     """Return the normalised rows y and x + residual, both in float64 and differentiable.
 
     kind: ``layer``, ``rms`` or ``l2``.

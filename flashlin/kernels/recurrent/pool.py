@@ -93,11 +93,9 @@ def recurrent_pool(
             b_k = of_unit_length(b_k)
         b_q *= scale
         row = token * HV + i_h
-        S = updated(
-            S=S, b_k=b_k, b_p=b_k, b_v=b_v, beta=beta, g=g, gamma=None, gk=gk, gv=None, a=None, b=None,
-            A_log=A_log, dt_bias=dt_bias, row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V,
-            DELTA=True, PER_CHANNEL=False, SIGMOID=SIGMOID, RATE=False, BOUND=BOUND, ERASE_RATE=False,
-            UNDECAYED=False)
+        S = updated(S, b_k, b_k, b_v, beta, g, None, gk, None, None, None, A_log, dt_bias, row, i_h, in_k,
+                    in_v, K=K, V=V, DELTA=True, PER_CHANNEL=False, SIGMOID=SIGMOID, RATE=False, BOUND=BOUND,
+                    ERASE_RATE=False, UNDECAYED=False)
         b_o = tl.sum(S * b_q[:, None], 0)
         tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
         left = S.to(pool.dtype.element_ty)
@@ -123,10 +121,9 @@ def launch_pool(plan: Plan, x: Inputs, pool: torch.Tensor, indices: torch.Tensor
     HV, V = batch.HV, batch.V
     o = batch.new(V, dtype=out_dtype)
     sigmoid = (2.0 if "neg_eigval" in flags else 1.0) if "sigmoid" in flags else 0.0
-    own = dict(
-        pool=pool, P=pool.shape[0], columns=indices.shape[1], packed=int(batch.packed), gaps=int(batch.gaps),
-        counted=int(accepted is not None), state_row=pool.stride(0), K=batch.K, L2NORM="l2norm" in flags,
-        SIGMOID=sigmoid, BOUND=bound_of(flags), V=V)
+    own = dict(pool=pool, P=pool.shape[0], columns=indices.shape[1], packed=int(batch.packed),
+               gaps=int(batch.gaps), counted=int(accepted is not None), state_row=pool.stride(0), K=batch.K,
+               L2NORM="l2norm" in flags, SIGMOID=sigmoid, BOUND=bound_of(flags), V=V)
     strips = -(-V // launch.block("BV"))
     for part in batch.parts(launch, o=o, indices=indices, accepted=accepted, scale=scale,
                             q_row=row_stride(x.q), k_row=row_stride(x.k), v_row=row_stride(x.v)):

@@ -363,14 +363,13 @@ def arguments(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, like_y:
 
     like_y: y or dy, from which only the strides are read.
     """
-    return dict(
-        u=u, delta=delta, A=wide(A), B=B, C=C, skip=D, z=z, bias=bias, T=u.shape[2],
-        **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
-        **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
-        **strides(z, "z_b", "z_d", "z_t"), **strides(like_y, "y_b", "y_d", "y_t"),
-        U_TOGETHER=together(u), S_TOGETHER=together(delta), Z_TOGETHER=together(z),
-        Y_TOGETHER=together(like_y), D=A.shape[0], N=A.shape[1], W=columns_of(A.shape[1]), G=B.shape[1],
-        WHOLE=u.shape[2] % 8 == 0, SEGMENT=SEGMENT, SOFTPLUS=softplus)
+    return dict(u=u, delta=delta, A=wide(A), B=B, C=C, skip=D, z=z, bias=bias, T=u.shape[2],
+                **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
+                **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
+                **strides(z, "z_b", "z_d", "z_t"), **strides(like_y, "y_b", "y_d", "y_t"),
+                U_TOGETHER=together(u), S_TOGETHER=together(delta), Z_TOGETHER=together(z),
+                Y_TOGETHER=together(like_y), D=A.shape[0], N=A.shape[1], W=columns_of(A.shape[1]),
+                G=B.shape[1], WHOLE=u.shape[2] % 8 == 0, SEGMENT=SEGMENT, SOFTPLUS=softplus)
 
 
 def wide(x: Tensor) -> Tensor:

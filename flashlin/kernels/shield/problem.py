@@ -53,9 +53,8 @@ def problem_of(kernel: str, read: Source, declared: Declared, named: dict[str, A
     given = Given(launch, declared.axis, _whole(declared, tensors, grid, size), bool(declared.outputs), reach,
                   half)
     dtype = next((name for name in ("bfloat16", "float16") if name in dtypes), "float32")
-    return Problem(
-        op=kernel, family="shield", mode="", B=size, T=1, H=1, K=0, V=0, N=max(size, 1), dtype=dtype,
-        max_warps=launch.num_warps, given=given)
+    return Problem(op=kernel, family="shield", mode="", B=size, T=1, H=1, K=0, V=0, N=max(size, 1),
+                   dtype=dtype, max_warps=launch.num_warps, given=given)
 
 
 def tensors_of(named: dict[str, Any]) -> dict[str, Tensor]:

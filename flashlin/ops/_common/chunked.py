@@ -52,6 +52,7 @@ class Argument(NamedTuple):
 
     shape: letters of B, T, H, HV, K and V.
     wide: the kernels read it in float32, whatever dtype the caller passes.
+    unless: name of a tensor; if the call has it, this argument is not wide.
     constant: it gets no gradient.
     hint: text that an error appends to the expected shape.
     """
@@ -60,6 +61,7 @@ class Argument(NamedTuple):
     optional: bool = False
     constant: bool = False
     hint: str = ""
+    unless: str = ""
 
 
 class Request(NamedTuple):
@@ -92,6 +94,24 @@ class Asked(NamedTuple):
     state_v_first: bool = False
 
 
+class Raw(NamedTuple):
+    """Inputs of a family that forward's kernels can compute from raw ones.
+
+    tensor: name of a tensor that only calls with raw inputs have.
+    kernel: the kernel that reads raw inputs.
+    ready: ``ready(x, how)`` returns x with these inputs computed by other ops, and without ``tensor``.
+    option: option of the backward's problem, which tells that the inputs were raw.
+    """
+    tensor: str
+    kernel: str
+    ready: Callable[[Any, Any], Any]
+    option: str
+
+    def planned(self, plan: Plan) -> bool:
+        """Return True if a plan has the kernel that reads raw inputs."""
+        return any(launch.kernel == self.kernel for launch in plan.launches)
+
+
 @dataclass(eq=False)
 class Chunked:
     """A family of ops that compute chunk by chunk.
@@ -108,6 +128,7 @@ class Chunked:
     scalars: NamedTuple class of the arguments that are no tensors: ``Scalars``, or a class with additional
         fields. Such a class also ends with ``needs_grad`` and ``call``, and the torch path gets the
         additional fields by name.
+    raw: the inputs that forward's kernels can compute from raw ones, or None.
     over_ranks: runs a call whose sequences several ranks share (``run_over_ranks``).
     options: names and indices of the optional tensors that planning distinguishes.
     operator: the kernels of the family as a differentiable operator.
@@ -121,6 +142,7 @@ class Chunked:
     one_graph: bool = False
     decays: Callable[[Any], Tensor] | None = None
     scalars: Any = Scalars
+    raw: Raw | None = None
     over_ranks: Callable[..., tuple[Tensor, Tensor | None]] = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -145,7 +167,9 @@ class Chunked:
             options.append("gva")
         if how.state_v_first:
             options.append("v_first")
-        return problem_of_heads(how.call, self.name, how.mode, q, v, x[-1], how.needs_grad, options)
+        # Backward of raw inputs has a plan of its own.
+        needs_grad = how.needs_grad and (self.raw is None or self.raw.tensor not in options)
+        return problem_of_heads(how.call, self.name, how.mode, q, v, x[-1], needs_grad, options)
 
     def while_tracing(self, x: Any, how: Scalars) -> TracedCall:
         """Return the facts from which planning chooses a path while torch.compile traces."""
@@ -179,7 +203,7 @@ class Chunked:
         for at, argument in enumerate((*self.arguments.values(), STATE[how.state_v_first])):
             y = operands[at]
             if y is not None:
-                y = y.to(wide) if argument.wide else y
+                y = y.to(wide) if argument.wide and getattr(x, argument.unless, None) is None else y
                 if pads:
                     amounts = [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))]
                     y = F.pad(y, amounts) if any(amounts) else y
@@ -188,11 +212,15 @@ class Chunked:
 
     def forward(self, plan: Plan, x: Any, how: Scalars, call: Call | None = None) -> Any:
         """Run the family's forward kernels, by a replay if a replay recipe exists."""
+        if self.raw and getattr(x, self.raw.tensor) is not None and not self.raw.planned(plan):
+            x = self.raw.ready(x, how)
         return run_replayed(kernels(self.name, "forward").launch_forward, plan, x, (how,),
                             forward_of=self.operator, call=call, align=True)
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         """Return (o, final state) by plain differentiable torch."""
+        if self.raw and getattr(x, self.raw.tensor) is not None:
+            x = self.raw.ready(x, how)
         x = x._replace(h0=x.h0.mT) if how.state_v_first and x.h0 is not None else x
         o, ht = self.torch_path(x, how.scale, **{name: getattr(how, name) for name in self.own})
         return o, ht.mT if how.state_v_first else ht
@@ -204,6 +232,8 @@ class Chunked:
     def backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
                  wanted: frozenset[str]) -> Gradients:
         """Run the family's backward kernels and return gradients by name."""
+        if self.raw and getattr(x, self.raw.tensor) is not None:
+            return self.backward_of_raw(self.raw, x, y, grads, how, wanted)
         count = len(x)
         gradients: Gradients = run_replayed(
             kernels(self.name, "backward").launch_backward, plan,
@@ -212,6 +242,24 @@ class Chunked:
                 self.operator.tensors(*given[:count]), how, *given[count:count + 2], wanted,
                 *given[count + 2:]), own=len(y) - 2, align=True)
         return gradients
+
+    def backward_of_raw(self, raw: Raw, x: Any, y: Any, grads: Any, how: Scalars,
+                        wanted: frozenset[str]) -> Gradients:
+        """Compute the inputs that forward's kernels computed themselves, then run backward through both."""
+        with torch.enable_grad():
+            leaves = x._make(t if t is None or t is x.bounds else t.detach().requires_grad_() for t in x)
+            made = raw.ready(leaves, how)
+        changed = [name for name, a, b in zip(x._fields, leaves, made, strict=True) if a is not b]
+        outputs = [name for name in changed if getattr(made, name) is not None]
+        inputs = [name for name in changed if name in wanted]
+        inner = x._make(None if t is None else t.detach() for t in made)
+        problem = self.problem(inner, how)
+        plan = planned(problem._replace(options=(*problem.options, raw.option)), x.q.device)
+        found = self.backward(plan, inner, y, grads, how, wanted.union(outputs))
+        before = torch.autograd.grad([getattr(made, name) for name in outputs],
+                                     [getattr(leaves, name) for name in inputs],
+                                     [found[name] for name in outputs]) if inputs else ()
+        return {**found, **dict(zip(inputs, before, strict=True))}
 
     def trimmed(self, outputs: tuple[Tensor, Tensor], x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         """Return the outputs without the columns that ``cast`` added."""

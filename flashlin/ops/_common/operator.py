@@ -221,9 +221,8 @@ class _Library(Generic[X, S, Y]):
             f"flashlin::{operator.name}", self._run, mutates_args=(),
             schema=f"({', '.join([*typed(operator.tensors), *beside])}) -> ({results})")
         there.register_fake(lambda *arguments: _all_there(empty(*_split(operator, arguments)), arguments[0]))
-        there.register_autograd(
-            _differentiate_plainly if operator.plain_backward else self._differentiate,
-            setup_context=self._save)
+        there.register_autograd(_differentiate_plainly if operator.plain_backward else self._differentiate,
+                                setup_context=self._save)
         if operator.plain_backward:
             return
         read = [*operator.names, *(f"kept_{name}" for name in operator.output_names),

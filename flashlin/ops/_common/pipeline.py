@@ -176,9 +176,8 @@ def problem_of_heads(op: str, family: str, mode: str, q: Tensor, v: Tensor, boun
     """
     B, T, HV, V = v.shape
     return Problem(op, family, mode, B=B, T=T, H=HV, K=q.shape[3], V=V,
-                   N=B if bounds is None else bounds.shape[0] - 1,
-                   dtype=DTYPE_NAMES[q.dtype], varlen=bounds is not None, needs_grad=needs_grad,
-                   options=tuple(sorted(options)))
+                   N=B if bounds is None else bounds.shape[0] - 1, dtype=DTYPE_NAMES[q.dtype],
+                   varlen=bounds is not None, needs_grad=needs_grad, options=tuple(sorted(options)))
 
 
 def traced_over_heads(x: Any, how: Any, mode: str, options: Sequence[str] = ()) -> TracedCall:

@@ -98,6 +98,8 @@ def _shared(case: Op) -> list[Case]:
 
 
 _kda = _op("chunk_kda", kda, recurrence_of_keys)
+_kda_inference = _kda._replace(constant=INFERENCE)
+BOUNDED = {**INSIDE, "lower_bound": -5.0}
 _dplr = _op("chunk_dplr_delta_rule", dplr)
 _rwkv7 = _op("chunk_rwkv7", dplr.but(inputs=renamed(dplr.inputs, r="q", w="gk")), scale=1.0, q="r", gk="w")
 _iplr = _op("chunk_iplr_delta_rule", dplr.having(without=("gk",)))
@@ -107,7 +109,21 @@ CASES: list[Case] = [
     _kda("gates", INSIDE, raw=True, keys="raw", allowed={"dg": 0.03}),
     _kda("gates-resets", INSIDE, raw=True, gate="resets", K=32, V=32, T=70),
     _kda("bounded", {**INSIDE, "lower_bound": -5.0}, raw=True, keys="raw", T=70),
+    _kda_inference("bounded-inference", BOUNDED, raw=True, keys="raw", T=70),
+    _kda_inference("bounded-inference-packed", {**BOUNDED, **V_FIRST, "scale": 0.5}, raw=True, keys="raw",
+                   H=2, HV=4, edges=(0, 1, 1, 40, 56, 70), K=24, V=40),
+    _kda_inference("bounded-inference-wide", BOUNDED, raw=True, keys="raw", H=1, K=128, V=128, T=50),
+    _kda_inference("bounded-inference-whole", {**BOUNDED, **V_FIRST}, raw=True, keys="raw", H=1, HV=2, K=128,
+                   V=128, T=128),
+    _kda_inference("bounded-inference-parts", BOUNDED, raw=True, keys="raw", **sequences.LONG["in-parts-wide"]),
+    _kda("bounded-whole", {**BOUNDED, **V_FIRST}, raw=True, keys="raw", H=1, HV=2, K=128, V=128, T=192),
+    *(_kda(f"bounded-{gate}", BOUNDED, raw=True, keys="raw", gate=gate, T=128, H=1, allowed={"dg": 0.03})
+      for gate in ("strongest", "channels")),
+    _kda("bounded-parts", BOUNDED, raw=True, keys="raw", **sequences.LONG["in-parts-wide"]),
     _kda("zero-keys", L2, keys="zero", K=32, V=32, T=70),
+    _kda("whole", V_FIRST, H=1, HV=2, K=128, V=128, T=192), _kda("whole-64", B=2, K=64, V=128, T=128),
+    _kda("whole-strong", gate="strong", K=128, V=64, T=128, H=1),
+    _kda("whole-alike", allowed=FORGETFUL, keys="alike", rate="1", T=128, H=1),
     *_shared(_dplr), _dplr("free", free=True, T=70), forward_in_parts(_dplr, 64),
     _rwkv7("random", quick=True, gate="layer", T=70),
     _rwkv7("packed", gate="layer", edges=(0, 20, 20, 90), K=32, V=32),
@@ -139,6 +155,8 @@ CASES += [
     _chunk_gdn2("gates", GDN2_GATE, raw=True, keys="raw", T=70, allowed={"dg": 0.03}),
     _chunk_gdn2("bounded", {**GDN2_GATE, "lower_bound": -5.0}, raw=True, keys="raw", T=70, K=32, V=32),
     _chunk_gdn2("in-parts", gate=sequences.SLOW, **sequences.LONG["in-parts"]),
+    _chunk_gdn2("whole", V_FIRST, H=1, HV=2, K=128, V=128, T=192),
+    _chunk_gdn2("whole-one-key", allowed=FORGETFUL, keys="one-key", rate="1", K=64, V=64, T=128, H=1),
     _recurrent_gdn2("random", quick=True, **_small), _recurrent_gdn2("packed", edges=(0, 0, 3, 5), **_small),
     _recurrent_gdn2("grouped", H=1, HV=2, **_small),
     _recurrent_gdn2("gates", {**GDN2_GATE, **V_FIRST}, raw=True, keys="raw", **_small),

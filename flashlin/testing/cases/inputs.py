@@ -43,7 +43,9 @@ def every_other(value: float, dim: int = 1) -> Callable[[Tensor], Tensor]:
 
 # Functions that turn random log decays into the decays of a case, by the value of its setting ``gate``.
 DECAYS: dict[str, Callable[[Tensor], Tensor]] = {"random": lambda g: g, "resets": with_resets,
-                                                "every-other": every_other(-math.inf)}
+                                                "every-other": every_other(-math.inf),
+                                                "strongest": lambda g: torch.full_like(g, -5.0),
+                                                "channels": lambda g: every_other(-5.0, -1)(g + 5)}
 
 
 def raw_gates(kind: str, g: Tensor) -> Tensor:

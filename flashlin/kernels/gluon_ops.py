@@ -1,0 +1,58 @@
+"""Functions that the Gluon kernels for Hopper share (``*/overlapping*.py``).
+
+These kernels have a ring of STAGES slots in shared memory. One warp loads the slots in turn with TMA, and
+groups of four warps multiply. Gluon came with Triton 3.5, so only these kernels import this module.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr, READERS: gl.constexpr):
+    """Return the barriers ``full`` and ``empty`` of a ring, one of each per slot.
+
+    ARRIVALS: 1 for the bytes of TMA, or 2 if the loading warp also writes to the slot. READERS: groups that
+    read a slot.
+    """
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=ARRIVALS)
+        mbarrier.init(empty.index(slot), count=READERS)
+    fence_async_shared()
+    return full, empty
+
+
+@gluon.jit
+def own_rows(undivided, T, H, L, V: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
+             REVERSE: gl.constexpr):
+    """Return the place of a program that computes COLUMNS columns of one head in one segment of a sequence.
+
+    The values are: v0, the first column; i_h, the head; n, the sequence; row0, the first row; how many times
+    ROWS rows follow; the number of the state that enters the program; and the number of the state that it
+    leaves, or a negative number if nobody needs that. With REVERSE, it runs from the last row to the first.
+
+    undivided: [N, H] or None. The program of the first segment computes all of an undivided head.
+    """
+    NV: gl.constexpr = V // COLUMNS
+    program = gl.program_id(0)
+    own = program // NV
+    i_h = own % H
+    i_p = own // H
+    parts = gl.maximum((T - 1) // L + 1, 1)
+    n = i_p // parts
+    i_part = i_p % parts
+    length = gl.minimum(T - i_part * L, L)
+    entering = own
+    ends = i_part == 0 if REVERSE else i_part == parts - 1
+    if undivided is not None:
+        whole = gl.load(undivided + n * H + i_h) != 0
+        length = gl.where(whole, gl.where(i_part == 0, T, 0), length)
+        if REVERSE:
+            entering = gl.where(whole & (i_part == 0), own + (parts - 1) * H, own)
+        else:
+            ends = gl.where(whole, i_part == 0, ends)
+    leaving = gl.where(ends, n * H + i_h, -1)
+    return program % NV * COLUMNS, i_h, n, n * T + i_part * L, length // ROWS, entering, leaving
