@@ -40,7 +40,8 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
     record.
     """
     family = FAMILIES[problem.family]
-    asked = problem._replace(invariant=policy.invariant, trial=policy.canary == "trial")
+    asked = problem._replace(invariant=policy.invariant, portable=policy.portable,
+                             trial=policy.canary == "trial")
     problem, steps = asked, list[tuple[Reason, str]]()
     while True:
         if problem.path == "torch":  # the limits of kernels do not apply to plain torch

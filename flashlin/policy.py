@@ -13,8 +13,8 @@ from flashlin.compat.locks import ThreadLock
 
 CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"),
            "tokens": ("async", "sync", "off"), "canary": ("auto", "off", "trial"), "debug": ("0", "1"),
-           "autotune": ("timed", "first", "rank0"), "invariant": ("0", "1")}
-SWITCHES = ("debug", "invariant")  # these accept True or False
+           "autotune": ("timed", "first", "rank0"), "invariant": ("0", "1"), "portable": ("0", "1")}
+SWITCHES = ("debug", "invariant", "portable")  # these accept True or False
 # Variables FLASHLIN_* without a field in Policy. Their readers are guards.local_results,
 # testing.environments, integrations.run_command and integrations.summary.
 ELSEWHERE = ("home", "cache", "patch", "summary")
@@ -37,6 +37,8 @@ class Policy(NamedTuple):
         first that works, and ``rank0`` takes the one that rank 0 measured.
     invariant: no choice depends on the number or length of the sequences of a call, so the result of a row is
         bitwise independent of them. Calls with few long sequences then leave most of a GPU idle.
+    portable: use only kernels that exist for all GPUs. Kernels for one kind of GPU, which are faster and
+        newer, are not used. This shows if such a kernel causes a problem, and avoids it.
     """
     policy: str = "auto"
     path: str = "auto"
@@ -46,6 +48,7 @@ class Policy(NamedTuple):
     debug: bool = False
     autotune: str = "timed"
     invariant: bool = False
+    portable: bool = False
 
 
 class _Own:

@@ -59,6 +59,7 @@ class Problem(NamedTuple):
     ranks: the number of ranks that share each sequence; each rank has T of its tokens.
     over: the dimension that ranks divide, ``heads`` or ``tokens``, and ``""`` until the plan decides.
     trial: kernels that have not been run on this kind of GPU may be started.
+    portable: use only kernels that exist for all GPUs.
     """
     op: str
     family: str
@@ -83,6 +84,7 @@ class Problem(NamedTuple):
     ranks: int = 1
     over: str = ""
     trial: bool = False
+    portable: bool = False
 
     def __str__(self) -> str:
         if self.given is not None:
@@ -90,7 +92,7 @@ class Problem(NamedTuple):
             batch = f" batch={self.B} on axis {self.given.axis}" if self.given.axis >= 0 else ""
             return (f"grid={launch.grid} {self.dtype} num_warps={launch.num_warps} "
                     f"num_stages={launch.num_stages}{batch}")
-        flags = [flag for flag in ("varlen", "needs_grad", "invariant") if getattr(self, flag)]
+        flags = [flag for flag in ("varlen", "needs_grad", "invariant", "portable") if getattr(self, flag)]
         mode = [f"mode={self.mode}"] if self.mode else []
         sizes = f"B={self.B} T={self.T} H={self.H} K={self.K} V={self.V}"
         number = [f"N={self.N}"] if self.N != self.B else []

@@ -40,17 +40,17 @@ For KDA, the gradient of a = -beta k gives those of k and beta, and dv = beta dY
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE
 from flashlin.kernels.dplr.forward import erases, prepare, scan_overlapped
 from flashlin.kernels.dplr.inputs import Inputs, Scalars
-from flashlin.kernels.dplr.one_reference import dplr_grads_one
+from flashlin.kernels.dplr.one_reference import dplr_grads_one, dplr_served
 from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.dplr.raw import prepare_raw
 from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sums_read
@@ -528,15 +528,6 @@ def dplr_grads_rest(
                 ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
 
 
-def served(G: torch.Tensor, BT: int) -> torch.Tensor:
-    """Return 1 for each chunk of BT tokens that fits one decay reference, else 0, like ``dplr_prepare_one``.
-
-    G: [B, T, HV, K], sums of decays within each chunk, in bits. T is a multiple of BT. The result is int32.
-    """
-    fits = (G[:, BT - 1::BT] - G[:, ::BT]).amin(-1) >= -120  # see still_served
-    return F.pad(fits.int(), (0, 0, 0, 1))
-
-
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
     """Run the backward launches and return the gradients, keyed by input name; None for missing inputs.
@@ -587,7 +578,10 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
             for name in ("G", "q_in", "a_in", "b_out", "P", "T_", "T_low"):
                 del part[name]
             part["G"] = sums_of_chunks(plan, part)
-            part["served"] = served(part["G"], finishing.block("BT"))
+            part["served"] = torch.empty(part["slots"], HV, dtype=torch.int32, device=batch.device)
+            serving = plan.launch("dplr_served")
+            start(serving, dplr_served, part["G"].shape[0] * (x.q.shape[1] // serving.block("BT")) * HV,
+                  dict(K=K), part)
         if whole:
             start_chunks(plan, (dplr_grads, dplr_grads_one, dplr_grads_rest),
                          dict(constants, ERASE_RATE=erases(x.a, x.b)), part, GAPS=batch.gaps)

@@ -49,9 +49,9 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     asked = RAW.intersection(problem.options)
     problem = problem._replace(options=tuple(name for name in problem.options if name not in RAW))
     whole = _whole(problem, target, narrow)
-    if asked and problem.K <= 2 * WIDE and not halves_all(problem, target):
+    if asked and not problem.portable and problem.K <= 2 * WIDE and not halves_all(problem, target):
         short = planned(problem, target, narrow, one=False, raw=True)
-        short = _beside(short, whole) if "bounded" in asked else short
+        short = _beside(problem, short, whole) if "bounded" in asked else short
         if short and (target.backend == "interpreter"
                       or all(scans.may_start(one, problem, target) for one in short)):
             return short
@@ -74,7 +74,7 @@ def _whole(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]
     return planned(problem, target, narrow, one=False)
 
 
-def _beside(short: tuple[Launch, ...], whole: tuple[Launch, ...]) -> tuple[Launch, ...]:
+def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ...]) -> tuple[Launch, ...]:
     """Return the launches of a backward whose scans have chunks of 16 tokens; none if they cannot be used.
 
     The gradients of chunks have 64 tokens. Only scans in Gluon store the states of such chunks.
@@ -85,7 +85,8 @@ def _beside(short: tuple[Launch, ...], whole: tuple[Launch, ...]) -> tuple[Launc
     kept = [launch for launch in whole if launch.kernel in ONCE and launch.block("BT") == BLOCK]
     if len(kept) < len(ONCE) or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned:
         return ()
-    return *kept[:1], *short, *kept[1:]
+    serving = scans.over_tokens("dplr_served", problem, dict(BT=BLOCK, BK=padded(problem.K)), num_warps=1)
+    return *kept[:1], *short, serving, *kept[1:]
 
 
 def planned(problem: Problem, target: Target, narrow: bool, one: bool,
