@@ -77,13 +77,14 @@ def _whole(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]
 def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ...]) -> tuple[Launch, ...]:
     """Return the launches of a backward whose scans have chunks of 16 tokens; none if they cannot be used.
 
-    The gradients of chunks have 64 tokens. Only scans in Gluon store the states of such chunks.
+    The gradients of chunks have 64 tokens. Only scans in Gluon store the states of such chunks. If sequences
+    are split, scans in plain Triton compute the segments' transfers, and chunks of 16 tokens make them slow.
 
-    short, whole: the launches of a problem in chunks of 16 tokens, and of 64.
+    problem: the problem of both. short, whole: the launches of a problem in chunks of 16 tokens, and of 64.
     """
     scanned = {launch.kernel for launch in short}
     kept = [launch for launch in whole if launch.kernel in ONCE and launch.block("BT") == BLOCK]
-    if len(kept) < len(ONCE) or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned:
+    if len(kept) < len(ONCE) or short[-1].part or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned:
         return ()
     serving = scans.over_tokens("dplr_served", problem, dict(BT=BLOCK, BK=padded(problem.K)), num_warps=1)
     return *kept[:1], *short, serving, *kept[1:]
