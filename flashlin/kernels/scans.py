@@ -364,7 +364,7 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: d
     if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
             or problem.max_warps < 4 or problem.varlen or problem.T % tile["BT"]
             or problem.invariant or problem.portable
-            or not problem.T or tile["BK"] not in (64, 128) or problem.V % columns):
+            or not problem.T or problem.K not in (64, 128) or problem.V % columns):
         return None
     grid, span = numbered(problem, part) * problem.H * (problem.V // columns), tile["BT"] * problem.H
     launch = Launch(kernel, (grid,), 4, 1, tuple(tile.items()), shared, span * max(problem.K, problem.V),

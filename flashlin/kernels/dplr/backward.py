@@ -54,7 +54,7 @@ from flashlin.kernels.dplr.one_reference import dplr_grads_one, dplr_served
 from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.dplr.raw import prepare_raw
 from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sums_read
-from flashlin.kernels.gla.forward import halves, start_chunks, sums_of_chunks
+from flashlin.kernels.gla.forward import halves, start_chunks, start_rest, sums_of_chunks
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import back_by_transfers, by_transfers, own_part
 from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
@@ -541,13 +541,15 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     """
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
-    finishing = plan.launch("dplr_grads_one", "dplr_grads")
+    finishing = plan.launch("dplr_overlapped_grads", "dplr_grads_one", "dplr_grads")
     reversing = plan.launch("dplr_overlapped_back", "dplr_reverse")
     grads = batch.gradients(needs, "q", "k", "v", "g", "a", "b", "beta")
     constants = dict(K=K, V=V, TWO_WRITES=x.b is not None, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
     short = any(launch.kernel == "dplr_prepare_raw" for launch in plan.launches)
     for part in batch.parts(finishing, **grads, do=do, dht=dht, scale=how.scale):
+        if OVERLAPPED in finishing.traits | reversing.traits:
+            part["do"] = part["do"].to(x.v.dtype)  # these kernels load tensors of one dtype
         if short:  # the memory of dg contains the sums of short chunks until the last kernels write dg
             dg = part["dg"]
             prepare_raw(plan, part, how.lowest, torch.empty_like(part["g"]) if dg is None else dg)
@@ -570,8 +572,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         ends = dict(HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None)
         if OVERLAPPED in reversing.traits:
             from flashlin.kernels.dplr.overlapping_back import dplr_overlapped_back
-            batch.scan(dplr_overlapped_back, dict(ends, V=V, V_FIRST=how.state_v_first),
-                       {**part, "do": part["do"].to(x.v.dtype)})
+            batch.scan(dplr_overlapped_back, dict(ends, V=V, V_FIRST=how.state_v_first), part)
         else:
             batch.scan(dplr_reverse, dict(reverse, **ends, ALONE=False), part)
         if short and whole:
@@ -583,8 +584,14 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
             start(serving, dplr_served, part["G"].shape[0] * (x.q.shape[1] // serving.block("BT")) * HV,
                   dict(K=K), part)
         if whole:
-            start_chunks(plan, (dplr_grads, dplr_grads_one, dplr_grads_rest),
-                         dict(constants, ERASE_RATE=erases(x.a, x.b)), part, GAPS=batch.gaps)
+            constants["ERASE_RATE"] = erases(x.a, x.b)
+            if OVERLAPPED in finishing.traits:
+                from flashlin.kernels.dplr.overlapping_grads import dplr_overlapped_grads
+                start(finishing, dplr_overlapped_grads, part["N"] * part["S"] * HV,
+                      dict(H=batch.H, HV=HV, K=K, ERASE_RATE=constants["ERASE_RATE"]), part)
+                start_rest(plan, dplr_grads_rest, dict(constants, GAPS=batch.gaps), part)
+            else:
+                start_chunks(plan, (dplr_grads, dplr_grads_one, dplr_grads_rest), constants, part, GAPS=batch.gaps)
     # Only families with one writing vector need these zeros. With two writing vectors they are skipped,
     # because the launch would read and write all of dg, the largest gradient.
     if x.b is None:

@@ -32,7 +32,8 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
 TIMED = (3, 5)
 RAW = {"A_log", "dt_bias", "bounded"}  # options of calls for which raw.py prepares chunks
-ONCE = {"gla_sums", "dplr_grads_one", "dplr_grads_rest"}  # kernels of chunks of 64 tokens beside those of 16
+# kernels of chunks of 64 tokens beside those of 16
+ONCE = {"gla_sums", "dplr_grads_one", "dplr_overlapped_grads", "dplr_grads_rest"}
 
 
 @scans.calm
@@ -84,7 +85,7 @@ def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ..
     """
     scanned = {launch.kernel for launch in short}
     kept = [launch for launch in whole if launch.kernel in ONCE and launch.block("BT") == BLOCK]
-    if len(kept) < len(ONCE) or short[-1].part or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned:
+    if len(kept) < 3 or short[-1].part or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned:
         return ()
     serving = scans.over_tokens("dplr_served", problem, dict(BT=BLOCK, BK=padded(problem.K)), num_warps=1)
     return *kept[:1], *short, serving, *kept[1:]
@@ -177,7 +178,9 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool,
         strip = Strip(min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V)),
                       min(strip.num_warps, warps))
         preparation = [preparing("dplr_prepare_one", min(WIDE, padded(problem.K))), prepared("_rest")]
-        gradients = [grads(BT, strip, "dplr_grads_one"), grads(BT, strip_beside(BT), "dplr_grads_rest")]
+        overlapped = None if two else _overlapped_grads(problem, target, BT)
+        gradients = [overlapped or grads(BT, strip, "dplr_grads_one"),
+                     grads(BT, strip_beside(BT), "dplr_grads_rest")]
     else:
         preparation, gradients = [prepared("")], [grads(BT, strip_beside(BT))]
     # Why walk() has ``tall``: it marks scans for which the known issue tall-state-32 may crash the compiler.
@@ -230,6 +233,16 @@ def _overlapped(problem: Problem, target: Target, part: int, BT: int, two: bool,
     return scans.overlapped("dplr_overlapped_back" if back else "dplr_overlapped", problem, target, part,
                             {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages},
                             stages * slot + fixed)
+
+
+def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | None:
+    """Return the launch of the gradients' kernel in Gluon, or None if it cannot be used."""
+    K, V, BK = problem.K, problem.V, 32
+    if BT != BLOCK or K not in (64, 128) or V not in (64, 128):
+        return None
+    shared = 2 * (3 * BT * V + 4 * BK * V + 2 * BT * (BT + BK)) + 4 * BT * BK + 1024
+    return scans.overlapped("dplr_overlapped_grads", problem, target, 0, {"BT": BT, "BK": BK, "BV": V},
+                            shared)
 
 
 def narrow_grads(BT: int, strip: Strip) -> frozenset[str]:

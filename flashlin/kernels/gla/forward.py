@@ -348,12 +348,16 @@ def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str,
     if first:
         x["served"] = torch.empty(x["slots"], x["HV"], dtype=torch.int32, device=x["q"].device)
     start(launch, one, x["N"] * x["S"] * x["HV"], constants | first, x)
+    start_rest(plan, rest, constants | last, x)
+
+
+def start_rest(plan: Plan, kernel: Any, constants: dict[str, Any], x: dict[str, Any]) -> None:
+    """Start the kernel that computes the chunks that do not fit one decay reference, see ``start_chunks``."""
     # Few chunks remain for the kernel ``rest``, so each sequence gets only as many programs as keep a GPU
     # busy. Packed sequences get one program per chunk, since one sequence may be as long as all others
     # together.
     shares = x["S"] if x["bounds"] is not None else max(1, min(x["S"], BUSY // max(1, x["N"] * x["HV"])))
-    start(plan.launch(rest.fn.__name__), rest, x["N"] * shares * x["HV"],
-          dict(constants, shares=shares, **last), x)
+    start(plan.launch(kernel.fn.__name__), kernel, x["N"] * shares * x["HV"], dict(constants, shares=shares), x)
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
