@@ -73,9 +73,9 @@ def test_a_wrong_variable_is_an_error_that_lists_the_choices(variable: str, got:
     (dict(path=None), "path: got None, need one of auto, triton, torch"),
     (dict(tokens=1), "tokens: got 1, need one of async, sync, off"),
     (dict(debug="yes"), "debug: got 'yes', need one of 0, 1"),
-    (dict(paths="torch"), "settings: got paths, need one of 8 known names; did you mean path?"),
+    (dict(paths="torch"), "settings: got paths, need one of 9 known names; did you mean path?"),
     (dict(zeal=1, amount=2), "settings: got amount, zeal, need one of policy, path, ignore, tokens, "
-                             "canary or 3 others")])
+                             "canary or 4 others")])
 def test_a_wrong_setting_is_an_error_that_changes_nothing(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         settings(**changes)
