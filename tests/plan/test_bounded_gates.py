@@ -1,0 +1,71 @@
+"""Tests of when kernels compute the gate of KDA themselves, and when its backward has chunks of 16 tokens."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashlin
+from flashlin.compat.target import parse
+from flashlin.guards import launch_table
+from flashlin.ops.kda import LOWEST
+from flashlin.testing.record import recording
+
+RAW, SERVED = "dplr_prepare_raw", "dplr_served"
+
+
+def kernels(machine: str = "H200,triton=3.6.0", op: Callable[..., Any] = flashlin.chunk_kda, *, T: int = 256,
+            K: int = 128, dtype: torch.dtype = torch.bfloat16, gate: bool = True, gradients: bool = False,
+            settings: dict[str, Any] | None = None, **more: Any) -> list[str]:
+    """Return the kernels of a call of chunk_kda as its layer makes it, in the order of their launches."""
+    x = {name: torch.zeros(1, T, 4, K, dtype=dtype, requires_grad=gradients) for name in "qkvg"}
+    x |= {"A_log": torch.zeros(4), "dt_bias": torch.zeros(4 * K)} if gate else {}
+    facts = {"lower_bound": -5.0, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": gate, **more}
+    with flashlin.settings(**{"canary": "trial", **(settings or {})}), recording(parse(machine)) as launches:
+        o = op(**x, beta=torch.zeros(1, T, 4), **facts)[0]
+        if gradients:
+            o.sum().backward()
+    return [launch.kernel for launch in launches]
+
+
+@pytest.mark.parametrize("given", [
+    {}, {"lower_bound": LOWEST}, {"K": 64}, {"K": 96}, {"T": 250}, {"T": 16384},
+    {"cu_seqlens": torch.tensor([0, 100, 256])}], ids=str)
+def test_kernels_compute_a_bounded_gate(given: dict[str, Any]) -> None:
+    found = kernels(**given)
+    assert found[0] == RAW and {"norm_forward", "pointwise_gate"}.isdisjoint(found)
+
+
+@pytest.mark.parametrize("given", [
+    {"lower_bound": LOWEST - 1e-3}, {"lower_bound": None}, {"use_qk_l2norm_in_kernel": False},
+    {"gate": False}, {"K": 256}, {"dtype": torch.float16}, {"dtype": torch.float32},
+    {"machine": "A100,triton=3.6.0"}, {"settings": {"portable": True}}, {"settings": {"invariant": True}}],
+    ids=str)
+def test_other_gates_are_computed_before(given: dict[str, Any]) -> None:
+    assert {RAW, SERVED}.isdisjoint(kernels(**given, gradients=True))
+
+
+def test_kernels_that_have_not_run_here_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_table, "has_run", lambda *_: False)
+    assert RAW not in kernels(settings={"canary": "auto"}) and RAW in kernels()
+
+
+def test_compiled_code_computes_the_gate_before() -> None:
+    found = kernels(op=torch.compile(flashlin.chunk_kda, backend="eager", fullgraph=True))
+    assert RAW not in found and "dplr_overlapped" in found
+
+
+@pytest.mark.parametrize(("given", "short"), [
+    ({}, True), ({"K": 64}, True), ({"T": 16384}, False), ({"T": 250}, False), ({"K": 96}, False),
+    ({"cu_seqlens": torch.tensor([0, 128, 256])}, False)], ids=str)
+def test_backward_has_short_chunks_if_its_scans_overlap(given: dict[str, Any], short: bool) -> None:
+    """Backward scans chunks of 16 tokens if both scans are in Gluon and no sequence is split."""
+    found = kernels(gradients=True, **given)
+    back = found[found.index("pointwise_gate"):]
+    assert (RAW in back, SERVED in back, "dplr_prepare_one" in back) == (short, short, not short)
+    assert ("dplr_alone" in back) == (given.get("T") == 16384), "only this sequence is split"
+    assert {"dplr_grads_one", "dplr_grads_rest"} <= {*back}
+    if short:
+        assert back.index("dplr_overlapped_back") < back.index("gla_sums") < back.index(SERVED)
