@@ -64,7 +64,8 @@ ONLY = {
     "chunk_gated_delta_rule": "random packed grouped one-key-2 zero-keys every-other gates-resets",
     "chunk_gla": "random packed resets strong-packed odd v-first one-token",
     "chunk_rwkv6": "random strong-packed one-token",
-    "chunk_kda": "random strong-packed gates-resets grouped v-first one-token",
+    "chunk_kda": "random strong-packed gates-resets grouped v-first one-token bounded bounded-strongest "
+                 "bounded-inference-packed bounded-inference-wide",
     "chunk_dplr_delta_rule": "random strong-packed", "chunk_rwkv7": "random",
     "chunk_iplr_delta_rule": "random", "chunk_gdn2": "grouped resets strong-packed",
     "chunk_comba": "packed grouped p=None strong",
