@@ -108,8 +108,42 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
     return pulled(call, [*x.values()]) if gradients else call()
 
 
+def channels(op: str, device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: int = 4,
+             layer: bool = False, state: bool = False, v_first: bool = False, gradients: bool = False,
+             oracle: bool = False) -> list[torch.Tensor]:
+    """Call an op with a decay for each channel; return o and any final state, or the gradients of the inputs.
+
+    layer: call chunk_kda as its layer does, with a lower bound of the gate, so that kernels compute the gate.
+    oracle: compute the results in float64, for which ops use plain torch.
+    """
+    draw, V = torch.Generator().manual_seed(0), V or D
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(2, T, *sizes, generator=draw)
+    q, k, v, rate = drawn(4, D), F.normalize(drawn(4, D), dim=-1), drawn(HV, V), drawn(HV, D).sigmoid()
+    g = drawn(HV, D) if layer else F.logsigmoid(drawn(HV, D) + 2)
+    x = {"chunk_kda": {"q": q, "k": k, "v": v, "g": g, "beta": rate[..., 0].contiguous()},
+         "chunk_gdn2": {"q": q, "k": k, "v": v, "g": g, "b": rate, "w": v.sigmoid()},
+         "chunk_rwkv7": {"r": q, "w": g, "k": k, "v": v, "a": -k, "b": k * rate[:, :, :4]}}[op]
+    x, facts = {name: y.to(torch.bfloat16) for name, y in x.items()}, dict[str, Any]()
+    if layer:
+        x |= {"A_log": torch.rand(HV, generator=draw), "dt_bias": torch.rand(HV * D, generator=draw) - 3}
+        facts = {"lower_bound": -5.0} | dict.fromkeys(
+            (f"use_{name}_in_kernel" for name in ("gate", "qk_l2norm", "beta_sigmoid")), True)
+    if state:
+        x["initial_state"] = torch.randn(2, HV, *((V, D) if v_first else (D, V)), generator=draw)
+    x = {name: y.to(device, torch.float64 if oracle else y.dtype) for name, y in x.items()}
+    facts |= {"state_v_first": True} if v_first else {}
+
+    def call() -> list[torch.Tensor]:
+        return [y for y in getattr(flashlin, op)(**x, **facts, output_final_state=state) if y is not None]
+    # The few gradients of A_log are left out, because the size of their error varies by chance.
+    return pulled(call, [y for name, y in x.items() if name != "A_log"]) if gradients else call()
+
+
 Call = Callable[[torch.device], list[torch.Tensor]]
 SHARED = "sums over heads, gradients"
+BY_CHANNEL = ("KDA", "GDN2", "RWKV-7")  # with these begin the names of calls with a decay for each channel
 CALLS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "no decay": partial(sequences, "chunk_linear_attn"),
     "a decay a head": partial(sequences, "chunk_retention"),
@@ -131,9 +165,21 @@ DELTA: dict[str, Callable[..., list[torch.Tensor]]] = {
     "gated delta, groups": partial(delta, state=True, HV=8),
     "gated delta, 64 beside 128": partial(delta, state=True, V=64),
     "gated delta, 256 beside 64": partial(delta, state=True, D=64, V=256)}
-BACK = {**{f"{name}, gradients": partial(call, gradients=True) for name, call in {**CALLS, **DELTA}.items()},
+KDA: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "KDA": partial(channels, "chunk_kda"),
+    "KDA with states, v first": partial(channels, "chunk_kda", state=True, v_first=True),
+    "KDA with states, heads of 64": partial(channels, "chunk_kda", state=True, D=64),
+    "KDA, groups, 256 beside 64": partial(channels, "chunk_kda", HV=8, D=64, V=256),
+    "KDA, as in its layer": partial(channels, "chunk_kda", layer=True, state=True),
+    "KDA, as in its layer, heads of 64": partial(channels, "chunk_kda", layer=True, D=64),
+    "GDN2 with states": partial(channels, "chunk_gdn2", state=True)}
+RWKV7: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "RWKV-7": partial(channels, "chunk_rwkv7", D=64),
+    "RWKV-7 with states": partial(channels, "chunk_rwkv7", D=64, state=True)}
+BACK = {**{f"{name}, gradients": partial(call, gradients=True)
+           for name, call in {**CALLS, **DELTA, **KDA}.items()},
         SHARED: partial(mamba2, gradients=True, H=20, G=1)}
-ALL: dict[str, Call] = {**CALLS, **DELTA, **BACK}
+ALL: dict[str, Call] = {**CALLS, **DELTA, **KDA, **RWKV7, **BACK}
 # Longer and unaligned calls for some of the same kernels.
 LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
     "many chunks, not aligned": partial(sequences, "chunk_simple_gla", T=4096, gated=True, state=True,
@@ -145,16 +191,19 @@ LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
     "delta, a head that is not split": partial(delta, T=384, gated=False, long_keys=True),
     "delta, a head that is not split, gradients": partial(delta, T=384, gated=False, long_keys=True,
                                                           gradients=True),
+    "KDA, as in its layer, many chunks, gradients": partial(channels, "chunk_kda", T=1024, layer=True,
+                                                            state=True, gradients=True),
     "gated delta, many chunks, not aligned, gradients": partial(delta, T=1024, state=True, shift=1,
                                                                    gradients=True)}
 
 
 def kernel_of(name: str) -> str:
-    """Return the name of the overlapping kernel that a call of CALLS, DELTA or BACK must start."""
+    """Return the name of the overlapping kernel that a call of ALL must start."""
     if name == SHARED:
         return "simple_gla_overlapped_shared"
     back = "_back" if "gradients" in name else ""
-    return ("delta" if "delta" in name else "simple_gla") + "_overlapped" + back
+    family = "dplr" if name.startswith(BY_CHANNEL) else "delta" if "delta" in name else "simple_gla"
+    return family + "_overlapped" + back
 
 
 def far(ours: torch.Tensor, right: torch.Tensor) -> float:
@@ -176,7 +225,7 @@ def verdict(name: str, parts: int) -> dict[str, Any]:
         planned       all runs but the first were planned with the overlapping kernel
         same          all runs of the overlapping kernel give bitwise the same results
         from_plain    relative differences from the results of the plain kernel
-        from_float64  relative errors of the overlapping and of the plain kernel; delta rules only
+        from_float64  relative errors of the overlapping and of the plain kernel, for delta rules
     """
     call = {**ALL, **LONG}[name]
     since, found, kernels = scans.OVERLAPS, [], []
@@ -195,7 +244,7 @@ def verdict(name: str, parts: int) -> dict[str, Any]:
         "planned": kernels == [False, True, True, True, True],
         "same": all(torch.equal(a, b) for one in again for a, b in zip(ours, one, strict=True)),
         "from_plain": [far(a, b) for a, b in zip(ours, plain, strict=True)]}
-    if "delta" in name:
+    if "delta" in name or name.startswith(BY_CHANNEL):
         right = call(torch.device("cpu"), oracle=True)
         told["from_float64"] = [[far(one, b) for one, b in zip(way, right, strict=True)]
                                 for way in (ours, plain)]
