@@ -6,7 +6,12 @@ groups of four warps multiply. Gluon came with Triton 3.5, so only these kernels
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+# Triton 3.7 and 3.8 renamed these functions, and 3.9 removed the old names.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -23,6 +28,19 @@ def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr, READERS: gl.constexpr
         mbarrier.init(empty.index(slot), count=READERS)
     fence_async_shared()
     return full, empty
+
+
+@gluon.jit
+def state_tile(x, nh, v0, k0, layout: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+               V_FIRST: gl.constexpr):
+    """Return pointers to a [BV, BK] tile of state nh, stored [K, V] or, with V_FIRST, [V, K]; K is BK."""
+    rows = gl.arange(0, BV, gl.SliceLayout(1, layout))[:, None]
+    columns = (k0 + gl.arange(0, BK, gl.SliceLayout(0, layout)))[None, :]
+    state = x + nh.to(gl.int64) * (BK * V)
+    if V_FIRST:
+        return state + v0 * BK + (rows * BK + columns)
+    else:
+        return state + v0 + (rows + columns * V)
 
 
 @gluon.jit

@@ -28,15 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.simple_gla.overlapping import async_load, async_store
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
+from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers, own_rows, state_tile
 
 
 @gluon.jit
-def load(q, k, v, A, betas, G, ring_q, ring_k, ring_v, ring_A, lines, full, empty, line, row0, qk_column,
-         v_column, A_column, chunks, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
-         GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
+def load(ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, A_column, chunks, BT: gl.constexpr,
+         BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
+         STAGES: gl.constexpr):
     """Load all chunks of a program into the ring buffer; this is the program of the loading warp.
 
     Chunk i goes to slot i % STAGES, as soon as all groups have finished with this slot. The slot is full when
@@ -44,6 +42,7 @@ def load(q, k, v, A, betas, G, ring_q, ring_k, ring_v, ring_A, lines, full, empt
     decays, G_i, 2^{G_i}, 2^{G_L - G_i} and 2^{G_L}, where G is the cumulative log2 decay.
     line: offset of the program's first token in betas and G.
     """
+    ring_q, ring_k, ring_v, ring_A, lines, full, empty = ring
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
         slot = i % STAGES
@@ -73,24 +72,10 @@ def load(q, k, v, A, betas, G, ring_q, ring_k, ring_v, ring_A, lines, full, empt
 
 
 @gluon.jit
-def state_tile(x, nh, v0, k0, layout: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-               V_FIRST: gl.constexpr):
-    """Return pointers to a [BV, BK] tile of state nh, stored [K, V] or, with V_FIRST, [V, K]; K is BK."""
-    rows = gl.arange(0, BV, gl.SliceLayout(1, layout))[:, None]
-    columns = (k0 + gl.arange(0, BK, gl.SliceLayout(0, layout)))[None, :]
-    state = x + nh.to(gl.int64) * (BK * V)
-    if V_FIRST:
-        return state + v0 * BK + (rows * BK + columns)
-    else:
-        return state + v0 + (rows + columns * V)
-
-
-@gluon.jit
-def multiply(o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights_of, o_of, full, empty, entering,
-             leaving, row0, v0, v_column, group: gl.constexpr, chunks, scale, BT: gl.constexpr,
-             BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
-             DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
-             STAGES: gl.constexpr):
+def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_column, chunks, scale,
+             group: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+             GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr,
+             HAS_HT: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
     """Compute all chunks for BV columns of the state; this is the program of a group of four warps.
 
     v0: first column of the program in a state. v_column: its first column in v and o. entering: number of the
@@ -102,6 +87,7 @@ def multiply(o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights_of, o_of,
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
     a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
     a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
+    ring_q, ring_k, ring_v, ring_A, lines, full, empty = ring
     dtype: gl.constexpr = ring_k.dtype
     s_weights, s_o = weights_of.index(group), o_of.index(group)
     v0 += group * BV
@@ -199,26 +185,9 @@ def delta_overlapped(
 
     One program computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
     """
-    NV: gl.constexpr = V // (GROUPS * BV)
     LINES: gl.constexpr = 5 if DECAY == 2 else 1
     dtype: gl.constexpr = q.dtype
-    program = gl.program_id(0)
-    v0 = program % NV * (GROUPS * BV)
-    own = program // NV
-    i_h = own % HV
-    i_p = own // HV
-    parts = gl.maximum((T - 1) // L + 1, 1)
-    n = i_p // parts
-    i_part = i_p % parts
-    row0 = n * T + i_part * L
-    length = gl.minimum(T - i_part * L, L)
-    last = i_part == parts - 1
-    if undivided is not None:  # the program of the first segment computes all of an undivided head
-        whole = gl.load(undivided + n * HV + i_h) != 0
-        length = gl.where(whole, gl.where(i_part == 0, T, 0), length)
-        last = gl.where(whole, i_part == 0, last)
-    chunks = length // BT
-    leaving = gl.where(last, n * HV + i_h, -1)
+    v0, i_h, n, row0, chunks, own, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
     line = i_h.to(gl.int64) * R + row0
     ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
     ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
@@ -227,32 +196,25 @@ def delta_overlapped(
     lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights = gl.allocate_shared_memory(dtype, [GROUPS, BT, BT], A.layout)
     written = gl.allocate_shared_memory(o.dtype, [GROUPS, BT, BV], o.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)  # one for the TMA transfers, one for the rows of lines
-        mbarrier.init(empty.index(slot), count=GROUPS)
-    fence_async_shared()
+    full, empty = barriers(STAGES, 2, GROUPS)
+    ring = (ring_q, ring_k, ring_v, ring_A, lines, full, empty)
     qk_column = i_h // (HV // H) * BK
     v_column = i_h * V + v0
     # With two groups, each thread has 168 registers at entry. Registers are assigned to four warps at a time.
     # The four that include the loading warp keep 40 per thread, so the two groups get 232.
     if GROUPS == 1:
         gl.warp_specialize(
-            [(multiply, (o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights, written, full, empty, own,
-                         leaving, row0, v0, v_column, 0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY,
-                         HAS_H0, HAS_HT, V_FIRST, STAGES)),
-             (load, (q, k, v, A, betas, G, ring_q, ring_k, ring_v, ring_A, lines, full, empty, line, row0,
-                     qk_column, v_column, i_h * BT, chunks, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
+            [(multiply, (ring, o, h0, ht, weights, written, own, leaving, row0, v0, v_column, chunks, scale,
+                         0, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
+             (load, (ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK,
+                     BV, GROUPS, LINES, DECAY, STAGES))],
             [1], [40])
     else:
         gl.warp_specialize(
-            [(multiply, (o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights, written, full, empty, own,
-                         leaving, row0, v0, v_column, 0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY,
-                         HAS_H0, HAS_HT, V_FIRST, STAGES)),
-             (multiply, (o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights, written, full, empty, own,
-                         leaving, row0, v0, v_column, 1, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY,
-                         HAS_H0, HAS_HT, V_FIRST, STAGES)),
-             (load, (q, k, v, A, betas, G, ring_q, ring_k, ring_v, ring_A, lines, full, empty, line, row0,
-                     qk_column, v_column, i_h * BT, chunks, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
+            [(multiply, (ring, o, h0, ht, weights, written, own, leaving, row0, v0, v_column, chunks, scale,
+                         0, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
+             (multiply, (ring, o, h0, ht, weights, written, own, leaving, row0, v0, v_column, chunks, scale,
+                         1, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
+             (load, (ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK,
+                     BV, GROUPS, LINES, DECAY, STAGES))],
             [4, 1], [232, 40])

@@ -22,16 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.delta.overlapping import barrier, state_tile
-from flashlin.kernels.simple_gla.overlapping import async_load, async_store
+from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers, own_rows, state_tile
 
 
 @gluon.jit
-def load_back(q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty,
-              line, row0, qk_column, v_column, A_column, chunks, BT: gl.constexpr, BK: gl.constexpr,
-              BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
-              STAGES: gl.constexpr):
+def load_back(ring, q, k, do, A, A_low, betas, G, line, row0, qk_column, v_column, A_column, chunks,
+              BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
+              LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
     """Load all chunks of a program from the last to the first, like ``load`` of ``overlapping.py``."""
+    ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty = ring
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
         slot = i % STAGES
@@ -62,11 +61,11 @@ def load_back(q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, rin
 
 
 @gluon.jit
-def multiply_back(dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines, weights_of,
-                  dy_of, states_of, full, empty, entering, leaving, row0, table, step, v0, v_column,
-                  group: gl.constexpr, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr,
-                  BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
-                  HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
+def multiply_back(ring, dy, dstates, dht, dh0, weights_of, dy_of, states_of, entering, leaving, row0, table,
+                  step, v0, v_column, chunks, scale, group: gl.constexpr, BT: gl.constexpr,
+                  BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
+                  LINES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
+                  V_FIRST: gl.constexpr, STAGES: gl.constexpr):
     """Compute all chunks, from last to first, for BV columns; this is the program of a group of four warps.
 
     table: row of dstates where the entry of the program's first chunk begins. step: rows from the entry of
@@ -79,6 +78,7 @@ def multiply_back(dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_l
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
     a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
     a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
+    ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty = ring
     dtype: gl.constexpr = ring_k.dtype
     s_weights, s_dy, s_state = weights_of.index(group), dy_of.index(group), states_of.index(group)
     v0 += group * BV
@@ -183,26 +183,9 @@ def delta_overlapped_back(
 
     One program computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
     """
-    NV: gl.constexpr = V // (GROUPS * BV)
     LINES: gl.constexpr = 5 if DECAY == 2 else 1
     dtype: gl.constexpr = q.dtype
-    program = gl.program_id(0)
-    v0 = program % NV * (GROUPS * BV)
-    own = program // NV
-    i_h = own % HV
-    i_p = own // HV
-    parts = gl.maximum((T - 1) // L + 1, 1)
-    n = i_p // parts
-    i_part = i_p % parts
-    row0 = n * T + i_part * L
-    length = gl.minimum(T - i_part * L, L)
-    entered = i_p
-    if undivided is not None:  # the program of the first segment computes all of an undivided head
-        whole = gl.load(undivided + n * HV + i_h) != 0
-        length = gl.where(whole, gl.where(i_part == 0, T, 0), length)
-        entered = gl.where(whole & (i_part == 0), i_p + parts - 1, i_p)
-    chunks = length // BT
-    leaving = gl.where(i_part == 0, n * HV + i_h, -1)
+    v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, True)
     line = i_h.to(gl.int64) * R + row0
     table = ((row0 // BT + n) * HV + i_h) * BK
     ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
@@ -214,36 +197,26 @@ def delta_overlapped_back(
     weights = gl.allocate_shared_memory(dtype, [GROUPS, BT, BT], A.layout)
     written = gl.allocate_shared_memory(dtype, [GROUPS, BT, BV], dy.layout)
     leaves = gl.allocate_shared_memory(dtype, [GROUPS, BK, BV], dstates.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)  # one for the TMA transfers, one for the rows of lines
-        mbarrier.init(empty.index(slot), count=GROUPS)
-    fence_async_shared()
+    full, empty = barriers(STAGES, 2, GROUPS)
+    ring = (ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty)
     qk_column = i_h // (HV // H) * BK
-    v_column = i_h * V + v0
-    entering, step = entered * HV + i_h, HV * BK
+    column, step = i_h * V + v0, HV * BK
     if GROUPS == 1:
         gl.warp_specialize(
-            [(multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines,
-                              weights, written, leaves, full, empty, entering, leaving, row0, table, step,
-                              v0, v_column, 0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT,
-                              HAS_DH0, V_FIRST, STAGES)),
-             (load_back, (q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines,
-                          full, empty, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK, BV,
-                          GROUPS, LINES, DECAY, STAGES))],
+            [(multiply_back, (ring, dy, dstates, dht, dh0, weights, written, leaves, entering, leaving, row0,
+                              table, step, v0, column, chunks, scale, 0, BT, BK, V, BV, GROUPS, LINES, DECAY,
+                              HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
+             (load_back, (ring, q, k, do, A, A_low, betas, G, line, row0, qk_column, column, i_h * BT, chunks,
+                          BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
             [1], [40])
     else:
         gl.warp_specialize(
-            [(multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines,
-                              weights, written, leaves, full, empty, entering, leaving, row0, table, step,
-                              v0, v_column, 0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT,
-                              HAS_DH0, V_FIRST, STAGES)),
-             (multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines,
-                              weights, written, leaves, full, empty, entering, leaving, row0, table, step,
-                              v0, v_column, 1, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT,
-                              HAS_DH0, V_FIRST, STAGES)),
-             (load_back, (q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines,
-                          full, empty, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK, BV,
-                          GROUPS, LINES, DECAY, STAGES))],
+            [(multiply_back, (ring, dy, dstates, dht, dh0, weights, written, leaves, entering, leaving, row0,
+                              table, step, v0, column, chunks, scale, 0, BT, BK, V, BV, GROUPS, LINES, DECAY,
+                              HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
+             (multiply_back, (ring, dy, dstates, dht, dh0, weights, written, leaves, entering, leaving, row0,
+                              table, step, v0, column, chunks, scale, 1, BT, BK, V, BV, GROUPS, LINES, DECAY,
+                              HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
+             (load_back, (ring, q, k, do, A, A_low, betas, G, line, row0, qk_column, column, i_h * BT, chunks,
+                          BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
             [4, 1], [232, 40])

@@ -25,9 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.delta.overlapping import barrier, state_tile
-from flashlin.kernels.gluon_ops import barriers, own_rows
-from flashlin.kernels.simple_gla.overlapping import async_load, async_store
+from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers, own_rows, state_tile
 
 ROWS = gl.constexpr(64)  # rows of a slot of the ring: one chunk of 64 tokens, or four of 16
 

@@ -18,10 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.delta.overlapping import barrier, state_tile
 from flashlin.kernels.dplr.overlapping import ROWS, load, ring_of
-from flashlin.kernels.gluon_ops import own_rows
-from flashlin.kernels.simple_gla.overlapping import async_store
+from flashlin.kernels.gluon_ops import async_store, barrier, own_rows, state_tile
 
 
 @gluon.jit

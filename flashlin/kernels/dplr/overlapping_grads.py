@@ -15,9 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.delta.overlapping import barrier
 from flashlin.kernels.gla.decays import but_last
-from flashlin.kernels.simple_gla.overlapping import async_load
+from flashlin.kernels.gluon_ops import async_load, barrier
 
 
 @gluon.jit

@@ -21,25 +21,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-
-# Triton 3.8 renamed these functions, and 3.9 removed the old names.
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+from flashlin.kernels.gluon_ops import async_load, async_store, barriers, own_rows
 
 
 @gluon.jit
-def load(q, k, v, ring_q, ring_k, ring_v, full, empty, row0, qk_column, v_column, chunks,
-         BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
+def load(ring, q, k, v, row0, qk_column, v_column, chunks, BT: gl.constexpr, BK: gl.constexpr,
+         BV: gl.constexpr, STAGES: gl.constexpr):
     """Load q, k and v of all chunks into the rings; this is the program of the loading warp.
 
     Chunk i goes to slot i % STAGES, once that slot is empty.
 
-    ring_q, ring_k, ring_v: shared memory with STAGES slots.
-    full, empty: one barrier per slot.
+    ring: shared memory with STAGES slots for q, k and v, and the barriers of the slots.
     row0: first row of the program's segment.
     qk_column, v_column: first columns of the head in q and k, and of the program in v.
     chunks: number of chunks.
     """
+    ring_q, ring_k, ring_v, full, empty = ring
     for i in range(chunks):
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
@@ -82,19 +79,16 @@ def factors(of_row, of_column, total, causal, scale):
 
 
 @gluon.jit
-def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_o, full, empty, entering, leaving,
-             row0, v0, v_column, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr,
-             BV: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
-             V_FIRST: gl.constexpr, STAGES: gl.constexpr):
+def multiply(ring, o, G, line, rate, h0, ht, s_h, s_o, entering, leaving, row0, v0, v_column, chunks, scale,
+             BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, DECAY: gl.constexpr,
+             HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
     """Compute o of all chunks, and the final state if HAS_HT.
 
     This is the program of the four warps that multiply.
 
     G: sums of decays; the program's rows begin at ``line``.
     rate: log2 decay of the head per token, if it is constant (DECAY is 1).
-    ring_q, ring_k, ring_v: shared memory with STAGES chunks.
     s_h, s_o: shared memory for the state and for o.
-    full, empty: one barrier per slot of the rings.
     entering: index of the initial state in h0.
     leaving: index of the final state in ht, negative if it is not stored.
     row0: first row of the program's segment.
@@ -103,6 +97,7 @@ def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_o, full, e
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    ring_q, ring_k, ring_v, full, empty = ring
     dtype: gl.constexpr = s_h.dtype
     rows = gl.arange(0, BT, gl.SliceLayout(1, of_scores))
     columns = gl.arange(0, BT, gl.SliceLayout(0, of_scores))
@@ -189,19 +184,8 @@ def simple_gla_overlapped(
     It gives the results of ``simple_gla_scan``. One program computes BV columns of one head's state. BK
     equals K.
     """
-    NV: gl.constexpr = V // BV
     dtype: gl.constexpr = q.dtype
-    program = gl.program_id(0)
-    v0 = program % NV * BV
-    own = program // NV
-    i_h = own % H
-    i_p = own // H
-    parts = gl.maximum((T - 1) // L + 1, 1)
-    n = i_p // parts
-    i_part = i_p % parts
-    row0 = n * T + i_part * L
-    chunks = gl.minimum(T - i_part * L, L) // BT
-    leaving = gl.where(i_part == parts - 1, n * H + i_h, -1)
+    v0, i_h, n, row0, chunks, own, leaving = own_rows(None, T, H, L, V, BV, BT, False)
     line = i_h.to(gl.int64) * R + row0
     rate = 0.0
     if DECAY == 1:
@@ -211,18 +195,11 @@ def simple_gla_overlapped(
     ring_v = gl.allocate_shared_memory(dtype, [STAGES, BT, BV], v.layout)
     s_o = gl.allocate_shared_memory(o.dtype, [BT, BV], o.layout)
     s_h = gl.allocate_shared_memory(dtype, [BK, BV], v.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-    fence_async_shared()
-    qk_column = i_h // GROUP * BK
+    full, empty = barriers(STAGES, 1, 1)
+    ring = (ring_q, ring_k, ring_v, full, empty)
     v_column = i_h * V + v0
     gl.warp_specialize(
-        [(multiply, (o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_o, full, empty, own,
-                     leaving, row0, v0, v_column, chunks, scale, BT, BK, V, BV, DECAY, HAS_H0, HAS_HT,
-                     V_FIRST, STAGES)),
-         (load, (q, k, v, ring_q, ring_k, ring_v, full, empty, row0, qk_column, v_column, chunks, BT, BK, BV,
-                 STAGES))],
+        [(multiply, (ring, o, G, line, rate, h0, ht, s_h, s_o, own, leaving, row0, v0, v_column, chunks,
+                     scale, BT, BK, V, BV, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
+         (load, (ring, q, k, v, row0, i_h // GROUP * BK, v_column, chunks, BT, BK, BV, STAGES))],
         [1], [24])

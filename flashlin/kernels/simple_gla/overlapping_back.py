@@ -25,14 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.delta.overlapping import barrier, state_tile
-from flashlin.kernels.simple_gla.overlapping import async_load, async_store
+from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers, own_rows, state_tile
 
 
 @gluon.jit
-def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0, qk_column,
-              v_column, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
-              GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
+def load_back(ring, q, k, do, G, rate, line, row0, qk_column, v_column, chunks, scale, BT: gl.constexpr,
+              BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
+              DECAY: gl.constexpr, STAGES: gl.constexpr):
     """Load q, k and do of the chunks, from the last chunk to the first.
 
     This is the program of the loading warp. Chunk i of this order goes to slot i % STAGES, once all groups of
@@ -40,13 +39,12 @@ def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, li
     written. With sums G of log2 decays, these are G_i, scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}, and G_i +
     log2(scale).
 
-    ring_q, ring_k, ring_do: shared memory with STAGES slots.
-    lines: shared memory for the vectors, LINES per slot.
-    full, empty: one barrier per slot.
+    ring: shared memory with STAGES slots for q, k and do, LINES vectors per slot, and the slots' barriers.
     line: offset of the program's segment in G.
     rate: log2 decay of the head per token, if it is constant (DECAY is 1).
     row0: first row of the program's segment.
     """
+    ring_q, ring_k, ring_do, lines, full, empty = ring
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
         slot = i % STAGES
@@ -77,18 +75,17 @@ def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, li
 
 
 @gluon.jit
-def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states_of, full, empty,
-                  entering, leaving, row0, table, step, column, v0, v_column, group: gl.constexpr, chunks,
-                  scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-                  LINES: gl.constexpr, GROUPS: gl.constexpr, SIDE: gl.constexpr, STATES: gl.constexpr,
-                  DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr,
-                  STAGES: gl.constexpr):
+def multiply_back(ring, dv, leaves, dht, dh0, squares, states_of, entering, leaving, row0, table, step,
+                  column, v0, v_column, chunks, scale, group: gl.constexpr, BT: gl.constexpr,
+                  BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, LINES: gl.constexpr,
+                  GROUPS: gl.constexpr, SIDE: gl.constexpr, STATES: gl.constexpr, DECAY: gl.constexpr,
+                  HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
     """Compute dv of all chunks, and dh0 if HAS_DH0; this is the program of one group of four warps.
 
     leaves: with STATES, the descriptor that receives the gradient of the state that leaves each chunk. The
         gradient of chunk i is stored at row ``table`` + i ``step``, from column ``column``. With SIDE, each
         block of SIDE rows of the state goes to the next SIDE columns.
-    lines: vectors of decays from ``load_back``.
+    ring: as in ``load_back``, with its vectors of decays.
     squares: shared memory of each group, for the scores times their decays, and then for dv.
     states_of: shared memory of each group for the state.
     entering: index of the gradient in dht.
@@ -101,6 +98,7 @@ def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares,
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
     a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
     a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
+    ring_q, ring_k, ring_do, lines, full, empty = ring
     dtype: gl.constexpr = ring_k.dtype
     BLOCKS: gl.constexpr = BK // SIDE if SIDE > 0 else 1  # blocks of a state, each stored separately
     STORES: gl.constexpr = BLOCKS if STATES else 0
@@ -219,20 +217,9 @@ def simple_gla_overlapped_back(
     leave the chunks. One program computes GROUPS times BV columns of one head's state, where GROUPS is 1 or
     2. With SIDE, one program must compute all V columns. BK equals K.
     """
-    NV: gl.constexpr = V // (GROUPS * BV)
     LINES: gl.constexpr = 5 if DECAY > 0 else 1
     dtype: gl.constexpr = q.dtype
-    program = gl.program_id(0)
-    v0 = program % NV * (GROUPS * BV)
-    own = program // NV
-    i_h = own % H
-    i_p = own // H
-    parts = gl.maximum((T - 1) // L + 1, 1)
-    n = i_p // parts
-    i_part = i_p % parts
-    row0 = n * T + i_part * L
-    chunks = gl.minimum(T - i_part * L, L) // BT
-    leaving = gl.where(i_part == 0, n * H + i_h, -1)
+    v0, i_h, n, row0, chunks, own, leaving = own_rows(None, T, H, L, V, GROUPS * BV, BT, True)
     line = i_h.to(gl.int64) * R + row0
     rate = 0.0
     if DECAY == 1:
@@ -243,12 +230,8 @@ def simple_gla_overlapped_back(
     lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     squares = gl.allocate_shared_memory(dtype, [GROUPS, BT, BT], dv.layout)  # weights, then dv; BV is BT
     states = gl.allocate_shared_memory(dtype, [GROUPS, BK, BV], dstates.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)  # one arrival for the bytes, one for the vectors of decays
-        mbarrier.init(empty.index(slot), count=GROUPS)
-    fence_async_shared()
+    full, empty = barriers(STAGES, 2, GROUPS)
+    ring = (ring_q, ring_k, ring_do, lines, full, empty)
     qk_column = i_h // GROUP * BK
     v_column = i_h * V + v0
     if SIDE > 0:
@@ -257,23 +240,20 @@ def simple_gla_overlapped_back(
         table, step, column, next_column = ((row0 // BT + n) * H + i_h) * BK, H * BK, v0, v0 + BV
     if GROUPS == 1:
         gl.warp_specialize(
-            [(multiply_back, (dv, dstates, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full,
-                              empty, own, leaving, row0, table, step, column, v0, v_column, 0, chunks,
-                              scale, BT, BK, V, BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0,
-                              V_FIRST, STAGES)),
-             (load_back, (q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0,
-                          qk_column, v_column, chunks, scale, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
+            [(multiply_back, (ring, dv, dstates, dht, dh0, squares, states, own, leaving, row0, table, step,
+                              column, v0, v_column, chunks, scale, 0, BT, BK, V, BV, LINES, GROUPS, SIDE,
+                              STATES, DECAY, HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
+             (load_back, (ring, q, k, do, G, rate, line, row0, qk_column, v_column, chunks, scale, BT, BK, BV,
+                          GROUPS, LINES, DECAY, STAGES))],
             [1], [40])
     else:
         gl.warp_specialize(
-            [(multiply_back, (dv, dstates, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full,
-                              empty, own, leaving, row0, table, step, column, v0, v_column, 0, chunks,
-                              scale, BT, BK, V, BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0,
-                              V_FIRST, STAGES)),
-             (multiply_back, (dv, rest, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full,
-                              empty, own, leaving, row0, table, step, next_column, v0, v_column, 1, chunks,
-                              scale, BT, BK, V, BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0,
-                              V_FIRST, STAGES)),
-             (load_back, (q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0,
-                          qk_column, v_column, chunks, scale, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
+            [(multiply_back, (ring, dv, dstates, dht, dh0, squares, states, own, leaving, row0, table, step,
+                              column, v0, v_column, chunks, scale, 0, BT, BK, V, BV, LINES, GROUPS, SIDE,
+                              STATES, DECAY, HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
+             (multiply_back, (ring, dv, rest, dht, dh0, squares, states, own, leaving, row0, table, step,
+                              next_column, v0, v_column, chunks, scale, 1, BT, BK, V, BV, LINES, GROUPS, SIDE,
+                              STATES, DECAY, HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
+             (load_back, (ring, q, k, do, G, rate, line, row0, qk_column, v_column, chunks, scale, BT, BK, BV,
+                          GROUPS, LINES, DECAY, STAGES))],
             [4, 1], [232, 40])

@@ -19,34 +19,31 @@ The kernel requires whole chunks of dense sequences, heads of 64 columns and sta
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.delta.overlapping import barrier
-from flashlin.kernels.simple_gla.overlapping import async_load
+from flashlin.kernels.gluon_ops import async_load, barrier, barriers
 
 
 @gluon.jit
-def load_heads(q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_h, ring_dh, lines, ready,
-               full, empty, row, qk_column, table, begin, heads, R, scale, BT: gl.constexpr,
-               BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
+def load_heads(ring, q, k, v, do, G, states, dstates, s_q, s_k, ready, row, qk_column, table, begin, heads, R,
+               scale, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
     """Load q and k of the chunk, then for each head v, do, the state and the gradient of the state.
 
     This is the program of the loading warp. Head i goes to slot i % STAGES, once both groups of warps have
     released that slot. The slot is full after its bytes have arrived and its vectors of decays are written.
     With sums G of log2 decays, these are G_i, scale 2^{G_i}, 2^{G_L - G_i}, and 2^{G_L}.
 
-    lines: shared memory for the vectors, 4 per slot.
+    ring: shared memory with STAGES slots for v, do, h and dh, 4 vectors per slot, and the slots' barriers.
     ready: barrier for q and k.
-    full, empty: one barrier per slot.
     row: first row of the chunk.
     table: index of head 0's state of this chunk in states and dstates.
     begin, heads: first head of the slice and number of heads.
     """
+    ring_v, ring_do, ring_h, ring_dh, lines, full, empty = ring
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     mbarrier.expect(ready, 4 * BT * BK)
     async_load(q, [row, qk_column], ready, s_q)
@@ -230,13 +227,9 @@ def simple_gla_overlapped_shared(
     vectors = gl.allocate_shared_memory(gl.float32, [8, BT], line)
     scores_of = gl.allocate_shared_memory(gl.float32, [2, BT, BT], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)  # one arrival for the bytes, one for the vectors of decays
-        mbarrier.init(empty.index(slot), count=2)
-    fence_async_shared()
+    full, empty = barriers(STAGES, 2, 2)
+    ring = (ring_v, ring_do, ring_h, ring_dh, lines, full, empty)
     gl.warp_specialize(
         [(add_heads, (dq, dg, s_q, s_k, ring_do, ring_v, ring_h, ring_h, ring_dh, lines, vectors,
                       scores_of, ready, full, empty, 0, row, i_s, shares, begin, heads, H, scale, BT, BK,
@@ -244,7 +237,6 @@ def simple_gla_overlapped_shared(
          (add_heads, (dk, dg, s_k, s_q, ring_v, ring_do, ring_dh, ring_h, ring_dh, lines, vectors,
                       scores_of, ready, full, empty, 1, row, i_s, shares, begin, heads, H, scale, BT, BK,
                       STAGES)),
-         (load_heads, (q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_h, ring_dh, lines,
-                       ready, full, empty, row, i_g * BK, table, begin, heads, R, scale, BT, BK, BV,
-                       STAGES))],
+         (load_heads, (ring, q, k, v, do, G, states, dstates, s_q, s_k, ready, row, i_g * BK, table, begin,
+                       heads, R, scale, BT, BK, BV, STAGES))],
         [4, 1], [232, 40])
