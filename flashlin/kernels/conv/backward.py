@@ -75,8 +75,8 @@ def conv_backward_weights(
         channels = (cols < D)[None, :]
         u = tl.load(dy + begin * D + offsets, mask=(left > 0)[:, None] & channels, other=0.0).to(tl.float32)
         if SILU:
-            z = convolved(x, filters, bias, h0, begin, n, behind, left, cols, stride, D=D, W=W, BT=BT, BD=BD,
-                          BW=BW, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
+            z = convolved(x, filters, bias, h0, begin, n, behind, left, cols, stride=stride, D=D, W=W, BT=BT,
+                          BD=BD, BW=BW, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
             sigmoid = tl.sigmoid(z)
             u *= sigmoid * (1 + z * (1 - sigmoid))
             tl.store(dz + begin * D + offsets, u.to(dz.dtype.element_ty),

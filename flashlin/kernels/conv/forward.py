@@ -144,8 +144,8 @@ def conv_forward(
     start = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
     n, behind, left = sequences_of(before, bounds, start, T, N, R, BT, VARLEN)
-    z = convolved(x, filters_of(weight, cols, D, W, BW), bias, h0, start, n, behind, left, cols, stride, D=D,
-                  W=W, BT=BT, BD=BD, BW=BW, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
+    z = convolved(x, filters_of(weight, cols, D, W, BW), bias, h0, start, n, behind, left, cols,
+                  stride=stride, D=D, W=W, BT=BT, BD=BD, BW=BW, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
     if SILU:
         z *= tl.sigmoid(z)
     ahead = tl.arange(0, BT)

@@ -207,13 +207,13 @@ def delta_inverse(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            inverse_of_chunk(k, p, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R,
-                             K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER, HAS_LOW=HAS_LOW,
-                             PRECISION=PRECISION, MERGE=MERGE)
+            inverse_of_chunk(k, p, beta, G, A, A_low, betas, scratch, n, first=first, t0=t0, length=length,
+                             i_h=i_h, H=H, HV=HV, R=R, K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER,
+                             HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk for each program; even a loop of one step would keep all masks in registers
-        inverse_of_chunk(k, p, beta, G, A, A_low, betas, scratch, n, first, share * BT, length, i_h, H, HV, R,
-                         K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER, HAS_LOW=HAS_LOW,
-                         PRECISION=PRECISION, MERGE=MERGE)
+        inverse_of_chunk(k, p, beta, G, A, A_low, betas, scratch, n, first=first, t0=share * BT,
+                         length=length, i_h=i_h, H=H, HV=HV, R=R, K=K, BT=BT, BK=BK, DECAY=DECAY,
+                         EARLIER=EARLIER, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -342,7 +342,7 @@ def delta_states(
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
         tl.store(states + to, h.to(b_k.dtype), mask=whole)
-        b_u, h = written(h, b_p, b_k, b_v, b_A, b_beta, read, D, total, b_A, DECAY=DECAY, HALF=False,
+        b_u, h = written(h, b_p, b_k, b_v, b_A, b_beta, read, D, total, b_low=b_A, DECAY=DECAY, HALF=False,
                          PRECISION=PRECISION)
         put(u, b_u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
 

@@ -60,7 +60,7 @@ def delta_alone(
         b_low = b_A
         if HALF:
             b_low = tile(A_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        b_w, _ = written(h, b_p, b_k, b_v, b_A, b_beta, read, D, total, b_low, DECAY=DECAY, HALF=HALF,
+        b_w, _ = written(h, b_p, b_k, b_v, b_A, b_beta, read, D, total, b_low=b_low, DECAY=DECAY, HALF=HALF,
                          PRECISION=PRECISION)
         if DECAY != 0:
             b_w *= tl.exp2(total - D)[:, None]

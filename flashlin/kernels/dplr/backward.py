@@ -543,6 +543,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     HV, K, V = batch.HV, batch.K, batch.V
     finishing = plan.launch("dplr_overlapped_grads", "dplr_grads_one", "dplr_grads")
     reversing = plan.launch("dplr_overlapped_back", "dplr_reverse")
+    restoring = plan.launch("dplr_overlapped", "dplr_states")
     grads = batch.gradients(needs, "q", "k", "v", "g", "a", "b", "beta")
     constants = dict(K=K, V=V, TWO_WRITES=x.b is not None, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
@@ -559,7 +560,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         part["x"] = torch.empty_like(part["v"])
         by_transfers(batch, part, dplr_alone, scanned, has_dht=dht is not None)
         ends = dict(HAS_H0=part["h0"] is not None)
-        if whole and OVERLAPPED in plan.launch("dplr_overlapped", "dplr_states").traits:
+        if whole and OVERLAPPED in restoring.traits:
             scan_overlapped(batch, dict(ends, o=part["x"], ht=None, ERASE_RATE=False, HAS_HT=False,
                                         V_FIRST=how.state_v_first),
                             {**part, "q_in": None, "P": None, "R": None})

@@ -214,15 +214,17 @@ def dplr_prepare(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch,
-                          scale, n, first, t0, length, i_h, H, HV, K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES,
+            prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out=k_out, W=W, M=M, P=P, R=R, N_=N_,
+                          T_=T_, T_low=T_low, scratch=scratch, scale=scale, n=n, first=first, t0=t0,
+                          length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES,
                           ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
                           MERGE=MERGE)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch,
-                      scale, n, first, share * BT, length, i_h, H, HV, K=K, BT=BT, BK=BK,
-                      TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW,
-                      PRECISION=PRECISION, MERGE=MERGE)
+        prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_,
+                      T_low=T_low, scratch=scratch, scale=scale, n=n, first=first, t0=share * BT,
+                      length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES,
+                      ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
+                      MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
@@ -257,8 +259,9 @@ def dplr_prepare_rest(
     first, length = sequence_of(n, bounds, T, VARLEN)
     for t0 in range(share * BT, length, shares * BT):
         if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * HV + i_h) == 0:
-            prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch,
-                          scale, n, first, t0, length, i_h, H, HV, K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES,
+            prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out=k_out, W=W, M=M, P=P, R=R, N_=N_,
+                          T_=T_, T_low=T_low, scratch=scratch, scale=scale, n=n, first=first, t0=t0,
+                          length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES,
                           ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
                           MERGE=MERGE)
 

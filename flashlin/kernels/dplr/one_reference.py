@@ -200,13 +200,15 @@ def dplr_prepare_one(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            prepare_from_reference(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low,
-                                   scratch, served, scale, n, first, t0, length, i_h, H, HV, K=K, BT=BT,
+            prepare_from_reference(q, k, a, b, beta, G, q_in, a_in, b_out, k_out=k_out, W=W, M=M, P=P, R=R,
+                                   N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale,
+                                   n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT,
                                    BK=BK, ONE=ONE, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
                                    BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        prepare_from_reference(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low,
-                               scratch, served, scale, n, first, share * BT, length, i_h, H, HV, K=K, BT=BT,
+        prepare_from_reference(q, k, a, b, beta, G, q_in, a_in, b_out, k_out=k_out, W=W, M=M, P=P, R=R, N_=N_,
+                               T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
+                               first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT,
                                BK=BK, ONE=ONE, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
                                BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 

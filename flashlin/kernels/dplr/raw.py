@@ -136,13 +136,15 @@ def dplr_prepare_raw(
         L = tl.zeros([BT, BT], dtype=tl.float32)
         b_P = tl.zeros([BT, BT], dtype=tl.float32)
         qk = tl.zeros([BT], dtype=tl.float32)
-        L, b_P, qk, b_a = add_channels(
-            L, b_P, qk, q, k, g, dt_bias, q_in, a_in, b_out, G, of_q, of_k, b_beta, rate, scale, lowest,
-            first, length, i_qk, i_h, H, HV, K=K, k0=0, BT=BT, BK=BK, RAW=RAW, PRECISION=PRECISION)
+        L, b_P, qk, b_a = add_channels(L, b_P, qk, q, k, g, dt_bias, q_in, a_in, b_out=b_out, G=G, of_q=of_q,
+                                       of_k=of_k, b_beta=b_beta, rate=rate, scale=scale, lowest=lowest,
+                                       first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=0,
+                                       BT=BT, BK=BK, RAW=RAW, PRECISION=PRECISION)
         if K > BK:
             L, b_P, qk, other_a = add_channels(
-                L, b_P, qk, q, k, g, dt_bias, q_in, a_in, b_out, G, of_q, of_k, b_beta, rate, scale, lowest,
-                first, length, i_qk, i_h, H, HV, K=K, k0=BK, BT=BT, BK=BK, RAW=RAW, PRECISION=PRECISION)
+                L, b_P, qk, q, k, g, dt_bias, q_in, a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k,
+                b_beta=b_beta, rate=rate, scale=scale, lowest=lowest, first=first, length=length, i_qk=i_qk,
+                i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT, BK=BK, RAW=RAW, PRECISION=PRECISION)
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         X = inverse(tl.where(below, -L, 0.0), scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)

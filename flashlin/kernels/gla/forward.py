@@ -191,11 +191,11 @@ def gla_scores(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K=K, BT=BT, BK=BK,
-                            EARLIER=EARLIER, PRECISION=PRECISION)
+            scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0=t0, length=length, i_h=i_h, H=H, K=K,
+                            BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, share * BT, length, i_h, H, K=K, BT=BT,
-                        BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
+        scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0=share * BT, length=length, i_h=i_h, H=H,
+                        K=K, BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
@@ -232,8 +232,8 @@ def gla_scores_rest(
                 x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
                 put(G, tl.cumsum(x, 0), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             tl.debug_barrier()  # other threads read these sums
-            scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K=K, BT=BT, BK=BK,
-                            EARLIER=EARLIER, PRECISION=PRECISION)
+            scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0=t0, length=length, i_h=i_h, H=H, K=K,
+                            BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L", "scale"])

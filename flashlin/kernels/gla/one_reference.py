@@ -113,11 +113,13 @@ def gla_scores_one(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
-            scores_from_reference(q, k, u, g, G, A, q_in, k_out, served, scale, n, first, t0, length, i_h, H,
-                                  K=K, BT=BT, BK=BK, EARLIER=EARLIER, ONE=ONE, PRECISION=PRECISION)
+            scores_from_reference(q, k, u, g, G, A, q_in, k_out, served, scale=scale, n=n, first=first, t0=t0,
+                                  length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER, ONE=ONE,
+                                  PRECISION=PRECISION)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        scores_from_reference(q, k, u, g, G, A, q_in, k_out, served, scale, n, first, share * BT, length, i_h,
-                              H, K=K, BT=BT, BK=BK, EARLIER=EARLIER, ONE=ONE, PRECISION=PRECISION)
+        scores_from_reference(q, k, u, g, G, A, q_in, k_out, served, scale=scale, n=n, first=first,
+                              t0=share * BT, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER,
+                              ONE=ONE, PRECISION=PRECISION)
 
 
 @triton.jit

@@ -146,19 +146,19 @@ def pointwise_mix_backward(
         b_delta = tile(delta, first, rows, cols, there, D, BT)
         b_dh = tl.zeros([BT, BD], dtype=tl.float32)
         b_ddelta = tl.zeros([BT, BD], dtype=tl.float32)
-        b_dh, b_ddelta, of_r = unmixed(dyr, xr, b_delta, b_dh, b_ddelta, of_r, first, rows, cols, there, D=D,
-                                       BT=BT)
-        b_dh, b_ddelta, of_w = unmixed(dyw, xw, b_delta, b_dh, b_ddelta, of_w, first, rows, cols, there, D=D,
-                                       BT=BT)
-        b_dh, b_ddelta, of_k = unmixed(dyk, xk, b_delta, b_dh, b_ddelta, of_k, first, rows, cols, there, D=D,
-                                       BT=BT)
-        b_dh, b_ddelta, of_v = unmixed(dyv, xv, b_delta, b_dh, b_ddelta, of_v, first, rows, cols, there, D=D,
-                                       BT=BT)
-        b_dh, b_ddelta, of_a = unmixed(dya, xa, b_delta, b_dh, b_ddelta, of_a, first, rows, cols, there, D=D,
-                                       BT=BT)
+        b_dh, b_ddelta, of_r = unmixed(dyr, xr, b_delta, b_dh, b_ddelta, of_r, first, rows, cols, there=there,
+                                       D=D, BT=BT)
+        b_dh, b_ddelta, of_w = unmixed(dyw, xw, b_delta, b_dh, b_ddelta, of_w, first, rows, cols, there=there,
+                                       D=D, BT=BT)
+        b_dh, b_ddelta, of_k = unmixed(dyk, xk, b_delta, b_dh, b_ddelta, of_k, first, rows, cols, there=there,
+                                       D=D, BT=BT)
+        b_dh, b_ddelta, of_v = unmixed(dyv, xv, b_delta, b_dh, b_ddelta, of_v, first, rows, cols, there=there,
+                                       D=D, BT=BT)
+        b_dh, b_ddelta, of_a = unmixed(dya, xa, b_delta, b_dh, b_ddelta, of_a, first, rows, cols, there=there,
+                                       D=D, BT=BT)
         if xg is not None:
-            b_dh, b_ddelta, of_g = unmixed(dyg, xg, b_delta, b_dh, b_ddelta, of_g, first, rows, cols, there,
-                                           D=D, BT=BT)
+            b_dh, b_ddelta, of_g = unmixed(dyg, xg, b_delta, b_dh, b_ddelta, of_g, first, rows, cols,
+                                           there=there, D=D, BT=BT)
         put(dh, b_dh, first, rows, cols, there, D, BT)
         put(ddelta, b_ddelta, first, rows, cols, there, D, BT)
         first += step

@@ -123,9 +123,9 @@ def recurrent_backward(
             row = token * HV + i_h
             b_k = vector(k, (token * H + i_qk) * K, in_k, K)
             b_v = vector(v, row * V, in_v, V)
-            S = updated(S, b_k, b_k, b_v, beta, g, gamma, gk, gv, a, b, None, None, row, i_h, in_k, in_v, K=K,
-                        V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=0, RATE=False, BOUND=0,
-                        ERASE_RATE=False, UNDECAYED=False)
+            S = updated(S, b_k, b_k, b_v, beta, g, gamma, gk, gv, a=a, b=b, A_log=None, dt_bias=None, row=row,
+                        i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL,
+                        SIGMOID=0, RATE=False, BOUND=0, ERASE_RATE=False, UNDECAYED=False)
         tl.debug_barrier()  # other threads read the states that this one wrote
         for j in range(tokens):
             i = tokens - 1 - j
@@ -137,7 +137,7 @@ def recurrent_backward(
             b_k = vector(k, (token * H + i_qk) * K, in_k, K)
             b_v = vector(v, row * V, in_v, V)
             b_do = vector(do, row * V, in_v, V)
-            P = decayed(S, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K=K, V=V, BOUND=0)
+            P = decayed(S, g, gamma, gk, gv, None, None, row, i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=0)
             u = b_v
             if DELTA:
                 error = b_v - tl.sum(P * b_k[:, None], 0)
@@ -181,7 +181,7 @@ def recurrent_backward(
                 tl.store(dgk + part * K + in_k, tl.sum(dS * P, 1), mask=in_k < K)
             if dgv is not None:
                 tl.store(dgv + row * V + in_v, tl.sum(dS * P, 0), mask=in_v < V)
-            dS = decayed(dS, g, gamma, gk, gv, None, None, row, i_h, in_k, in_v, K=K, V=V, BOUND=0)
+            dS = decayed(dS, g, gamma, gk, gv, None, None, row, i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=0)
             if a is not None:
                 dS += b_a[:, None] * b_w[None, :]
             if EARLIER:

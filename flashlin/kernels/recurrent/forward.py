@@ -139,7 +139,7 @@ def updated(
         read = tl.sum(S * b_a[:, None], 0)
     if UNDECAYED:
         predicted = tl.sum(S * b_p[:, None], 0)
-    S = decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K=K, V=V, BOUND=BOUND)
+    S = decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=BOUND)
     if b is not None:
         b_b = vector(b, row * K, in_k, K)
         if RATE:
@@ -280,9 +280,9 @@ def recurrent_forward(
             b_o = tl.sum(S * b_q[:, None], 0)
             if bonus is not None:
                 b_o += tl.sum(vector(bonus, i_h * K, in_k, K) * b_q * b_k, 0) * b_v
-        S = updated(S, b_k, b_p, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K=K,
-                    V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=SIGMOID, RATE=RATE, BOUND=BOUND,
-                    ERASE_RATE=ERASE_RATE, UNDECAYED=UNDECAYED)
+        S = updated(S, b_k, b_p, b_v, beta, g, gamma, gk, gv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, row=row,
+                    i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL,
+                    SIGMOID=SIGMOID, RATE=RATE, BOUND=BOUND, ERASE_RATE=ERASE_RATE, UNDECAYED=UNDECAYED)
         if not EARLIER:
             b_o = tl.sum(S * b_q[:, None], 0)
         tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)

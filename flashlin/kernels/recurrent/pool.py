@@ -93,9 +93,9 @@ def recurrent_pool(
             b_k = of_unit_length(b_k)
         b_q *= scale
         row = token * HV + i_h
-        S = updated(S, b_k, b_k, b_v, beta, g, None, gk, None, None, None, A_log, dt_bias, row, i_h, in_k,
-                    in_v, K=K, V=V, DELTA=True, PER_CHANNEL=False, SIGMOID=SIGMOID, RATE=False, BOUND=BOUND,
-                    ERASE_RATE=False, UNDECAYED=False)
+        S = updated(S, b_k, b_k, b_v, beta, g, None, gk, None, a=None, b=None, A_log=A_log, dt_bias=dt_bias,
+                    row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, DELTA=True, PER_CHANNEL=False,
+                    SIGMOID=SIGMOID, RATE=False, BOUND=BOUND, ERASE_RATE=False, UNDECAYED=False)
         b_o = tl.sum(S * b_q[:, None], 0)
         tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
         left = S.to(pool.dtype.element_ty)

@@ -319,7 +319,8 @@ def turn(
             b_k += line(k_bias, 2 * BR, K, BX)[None, :]
             product += tl.sum(b_q * b_k, 1)
             put_q(q_turned, q_first, b_q, first, t0, length, i_h, n, H, K=K, d0=2 * BR, BT=BT, BD=BX)
-            put_k(k_turned, k_last, b_k, b_weight, first, t0, length, i_h, n, H, K=K, d0=2 * BR, BT=BT, BD=BX)
+            put_k(k_turned, k_last, b_k, b_weight, first, t0, length, i_h, n, H=H, K=K, d0=2 * BR, BT=BT,
+                  BD=BX)
         tl.store(alike + (first + t0 + rows) * H + i_h, product, mask=t0 + rows < length)
 
 

@@ -563,9 +563,10 @@ def grads_of_share(
     end = i_g * GROUP + (i_s % SHARES + 1) * GROUP // SHARES
     for i in range(end - begin):
         i_h = begin + i
-        b_dq, b_dk, ds = grads_of_head(b_q, b_k, scores, b_dq, b_dk, ds, v, do, G, states, dstates, dg, scale,
-                                       n, first, t0, length, i_h, H, R, i_k, K=K, V=V, BT=BT, BK=BK, BV=BV,
-                                       BLOCK=BLOCK, PRECISION=PRECISION)
+        b_dq, b_dk, ds = grads_of_head(b_q, b_k, scores, b_dq, b_dk, ds, v, do, G, states=states,
+                                       dstates=dstates, dg=dg, scale=scale, n=n, first=first, t0=t0,
+                                       length=length, i_h=i_h, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK,
+                                       BV=BV, BLOCK=BLOCK, PRECISION=PRECISION)
     b_ds = ds.to(b_q.dtype)
     b_dq += tl.dot(b_ds, b_k, input_precision=PRECISION)
     b_dk += tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION)
@@ -618,13 +619,13 @@ def simple_gla_shared(
                     zero_gaps(dg, bounds, n, T, N, i_h, H, D=NK, d0=i_k, BT=BT, BD=1)
     if VARLEN:
         for t0 in range(i_c * BT, length, S * BT):
-            grads_of_share(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, t0, length, i_s, H,
-                           R, i_k, K=K, V=V, BT=BT, BK=BK, BV=BV, BH=BH, GROUP=GROUP, BLOCK=BLOCK,
-                           PRECISION=PRECISION)
+            grads_of_share(q, k, v, do, G, states, dstates, dq, dk, dg=dg, scale=scale, n=n, first=first,
+                           t0=t0, length=length, i_s=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV,
+                           BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
     else:  # one chunk per program
-        grads_of_share(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, i_c * BT, length, i_s, H,
-                       R, i_k, K=K, V=V, BT=BT, BK=BK, BV=BV, BH=BH, GROUP=GROUP, BLOCK=BLOCK,
-                       PRECISION=PRECISION)
+        grads_of_share(q, k, v, do, G, states, dstates, dq, dk, dg=dg, scale=scale, n=n, first=first,
+                       t0=i_c * BT, length=length, i_s=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV,
+                       BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
 
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
