@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -31,21 +30,6 @@ class Replaced(NamedTuple):
     by: str
 
 
-class Undo(NamedTuple):
-    """The data to restore one binding.
-
-    owner: a function that returns the owner of the binding, or None if the owner no longer exists. For an
-        instance, it is a weak reference, so that a patch does not keep models alive.
-    name: the name of the binding.
-    before: the value before the patch.
-    after: the value that the patch has bound.
-    """
-    owner: Callable[[], Any]
-    name: Any
-    before: Any
-    after: Any
-
-
 class Bindings:
     """The bindings that one patch has changed.
 
@@ -57,7 +41,10 @@ class Bindings:
         self.replaced: list[Replaced] = []
         self.left: dict[str, str] = {}
         self._swaps: dict[int, tuple[Any, Any, str]] = {}  # id of an original -> (original, stand-in, ``by``)
-        self._undo: list[Undo] = []
+        # For each binding: a function that returns its owner, its name, the value before the patch, and the
+        # value that the patch has bound. For an instance, the function is a weak reference, so that a patch
+        # does not keep models alive; it returns None if the owner no longer exists.
+        self._undo: list[tuple[Callable[[], Any], Any, Any, Any]] = []
 
     # --- methods for the patch of a package ---
 
@@ -74,15 +61,14 @@ class Bindings:
 
         ``undo`` also replaces it where a program has bound it while the patch was in force.
         """
-        _ORIGINALS[stand_in] = original
-        _HOME[stand_in] = weakref.ref(self)
+        _STAND_INS[stand_in] = original, weakref.ref(self)
 
     def knows(self, value: Any) -> bool:
         """Return True if a value is a stand-in of this patch, or already has one.
 
         The caller then has nothing to do for this value.
         """
-        return id(value) in self._swaps or (is_stand_in(value) and _HOME[value]() is self)
+        return id(value) in self._swaps or (is_stand_in(value) and _STAND_INS[value][1]() is self)
 
     def stand(self, owner: Any, name: Any, stand_in: Any, by: str, where: str = "") -> None:
         """Bind a name of ``owner`` to ``stand_in``, with the present value as its original.
@@ -110,7 +96,7 @@ class Bindings:
             return
         bind(owner, name, value)
         lasts = isinstance(owner, (dict, type, CellType))
-        self._undo.append(Undo((lambda: owner) if lasts else weakref.ref(owner), name, before, value))
+        self._undo.append(((lambda: owner) if lasts else weakref.ref(owner), name, before, value))
         self.replaced.append(Replaced(where or _where(owner), str(name), by))
 
     def sweep(self, modules: Iterable[ModuleType] | None = None) -> None:
@@ -132,19 +118,15 @@ class Bindings:
                 bind(owner, name, _as_now(before, self))
         self._undo.clear()
         self._swaps.clear()
-        mine = {id(stand_in): original for stand_in, original in list(_ORIGINALS.items())
-                if _HOME[stand_in]() is self}
+        mine = {id(stand_in): original for stand_in, (original, home) in list(_STAND_INS.items())
+                if home() is self}
         for _, owner, name, value in places(None) if mine else ():
             if id(value) in mine:  # a copy that the program made of a binding
                 bind(owner, name, _as_now(mine[id(value)], self))
 
-    def counts(self) -> Counter[str]:
-        """Return the number of bindings of each stand-in."""
-        return Counter(one.by for one in self.replaced)
 
-
-_ORIGINALS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_HOME: weakref.WeakKeyDictionary[Any, weakref.ref[Bindings]] = weakref.WeakKeyDictionary()
+# Stand-in -> (its original, the ``Bindings`` of its patch).
+_STAND_INS: weakref.WeakKeyDictionary[Any, tuple[Any, weakref.ref[Bindings]]] = weakref.WeakKeyDictionary()
 
 
 def _as_now(value: Any, ending: Bindings) -> Any:
@@ -156,17 +138,17 @@ def _as_now(value: Any, ending: Bindings) -> Any:
     ending: the patch that is being undone, which counts as ended.
     """
     while callable(value) and is_stand_in(value):
-        home = _HOME[value]()
-        if home is not None and home is not ending and home._undo:
+        original, home = _STAND_INS[value]
+        if (patch := home()) is not None and patch is not ending and patch._undo:
             break
-        value = _ORIGINALS[value]
+        value = original
     return value
 
 
 def is_stand_in(value: Any) -> bool:
     """Return True if a value is a stand-in of any patch."""
     try:
-        return value in _ORIGINALS
+        return value in _STAND_INS
     except TypeError:  # the value allows no weak reference, or has no hash
         return False
 

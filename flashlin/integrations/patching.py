@@ -114,7 +114,7 @@ class Patched:
 
 def _summary(patch: Patch) -> Iterator[str]:
     """Yield the lines of the summary of one patch."""
-    counts = patch.bindings.counts()
+    counts = Counter(one.by for one in patch.bindings.replaced)
     ours, guarded = ([name for name in counts if (name.partition(" ")[0] == "shield") is guard]
                      for guard in (False, True))
     places = sum(counts[name] for name in ours)
