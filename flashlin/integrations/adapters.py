@@ -148,12 +148,6 @@ def mamba_split_conv1d_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> 
     return ssd.mamba_split_conv1d_scan_combined(**own)
 
 
-@_of(state_update.selective_state_update)
-def selective_state_update(own: Own) -> Any:
-    """Call flashlin's selective_state_update, and drop keywords that it does not have."""
-    return state_update.selective_state_update(**own)
-
-
 @_of(selective_scan.selective_scan_fn)
 def selective_scan_fn(own: Own) -> Any:
     """Call flashlin's selective_scan_fn, and warn if it mixes documents or drops a cached state.
@@ -209,7 +203,8 @@ def declined(*arguments: Any, **of_the_model: Any) -> None:
 ADAPTERS: dict[str, Callable[..., Any]] = {adapter.__name__: adapter for adapter in (
     _delta(gdn.chunk_gated_delta_rule), _delta(gdn.fused_recurrent_gated_delta_rule), _delta(kda.chunk_kda),
     _delta(kda.fused_recurrent_kda), causal_conv1d_fn, causal_conv1d_update, mamba_chunk_scan_combined,
-    selective_state_update, selective_scan_fn, mamba_split_conv1d_scan_combined, mamba_inner_fn)}
+    _of(state_update.selective_state_update)(lambda own: state_update.selective_state_update(**own)),
+    selective_scan_fn, mamba_split_conv1d_scan_combined, mamba_inner_fn)}
 # Since transformers 5.15, a fused function may return None, and the model then uses its unfused path.
 # ``declined`` does so, because flashlin's fused functions differ from the unfused path in three ways. They
 # mask padding only before the convolution. They apply the norm of groups and the gate in mamba_ssm's order.
