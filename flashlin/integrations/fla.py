@@ -28,6 +28,7 @@ from flashlin.integrations.model_fixes import mend, warning
 from flashlin.integrations.on_a_cpu import explaining
 from flashlin.integrations.patching import Patch
 from flashlin.kernels.families import PUBLIC
+from flashlin.shielding.autotune import innermost
 
 # Names that fla's Mamba layers import from mamba_ssm and causal_conv1d. They are None if those are missing.
 BORROWED = ("causal_conv1d_fn", "causal_conv1d_update", "mamba3_siso_combined", "mamba_chunk_scan_combined",
@@ -268,13 +269,6 @@ def launched(module: ModuleType) -> Iterator[tuple[str, Any]]:
         if innermost(kernel).__module__ == module.__name__ and (
                 hasattr(kernel.fn, "arg_names") or (name not in called and started(name, module))):
             yield name, kernel
-
-
-def innermost(kernel: Any) -> Any:
-    """Return the Python function of a kernel."""
-    while hasattr(kernel, "fn"):
-        kernel = kernel.fn
-    return kernel
 
 
 def started(name: str, module: ModuleType) -> bool:

@@ -95,10 +95,10 @@ def autotune(
         for what, names in (("reset_to_zero", reset_to_zero), ("restore_value", restore_value)):
             if unknown := _unknown(names, fn):
                 raise ValueError(f"{what}: got {', '.join(map(repr, unknown))} as names of arguments of "
-                                 f"{_name(fn)}, {need_one_of(unknown[0], fn.arg_names)}")
+                                 f"{name_of(fn)}, {need_one_of(unknown[0], fn.arg_names)}")
         if unknown := _unknown(key, fn):
             warnings.warn(f"autotune: key names {', '.join(unknown)}, which are not arguments of "
-                          f"{_name(fn)}; they are left out", stacklevel=2)
+                          f"{name_of(fn)}; they are left out", stacklevel=2)
         accepted = inspect.signature(Autotuner.__init__).parameters
         given, timer = dict(options), options.get("do_bench")
         if "do_bench" not in accepted:  # Triton 3.0 and 3.1 use the attribute that is set below
@@ -217,14 +217,16 @@ def _unknown(names: list[str] | None, fn: Any) -> list[str]:
     return [name for name in names or () if name not in fn.arg_names]
 
 
-def _name(fn: Any) -> str:
-    return str(_python(fn).__name__)
+def name_of(kernel: Any) -> str:
+    """Return the name of the Python function of a kernel."""
+    return str(innermost(kernel).__name__)
 
 
-def _python(fn: Any) -> Any:
-    while hasattr(fn, "fn"):
-        fn = fn.fn
-    return fn
+def innermost(kernel: Any) -> Any:
+    """Return the Python function of a kernel."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
 
 
 def _names(tuner: Any, by_name: str, by_position: str) -> list[str]:
@@ -240,7 +242,7 @@ def _names(tuner: Any, by_name: str, by_position: str) -> list[str]:
 def _key_of(tuner: Any, given: dict[str, Any]) -> tuple[Any, ...]:
     names = tuner.__dict__.get("flashlin_key")
     if names is None:
-        parameters = inspect.signature(_python(tuner.fn)).parameters
+        parameters = inspect.signature(innermost(tuner.fn)).parameters
         names = tuner.__dict__["flashlin_key"] = [
             (name, parameters[name].default)
             for name in _names(tuner, "keys", "key_idx") if name in parameters]
@@ -254,7 +256,7 @@ def _found(call: Call, key: tuple[Any, ...]) -> Any:
     tuner = call.tuner
     twice = call.kwargs.keys() & {name for config in tuner.configs for name in config.kwargs}
     if twice:
-        raise ValueError(f"{', '.join(sorted(twice))}: given in the call to {_name(tuner)} and by a "
+        raise ValueError(f"{', '.join(sorted(twice))}: given in the call to {name_of(tuner)} and by a "
                          "configuration, need one of the two")
     if hasattr(tuner.fn, "check_device"):  # a shielded kernel; timing it would fail with a less clear error
         tuner.fn.check_device(call.named(tuner.configs[0]))
@@ -267,7 +269,7 @@ def _found(call: Call, key: tuple[Any, ...]) -> Any:
     tune = partial(_tune, call, key, pruned, how == "first")
     if (how == "rank0" and distributed.is_available() and distributed.is_initialized()
         and distributed.get_world_size() > 1):
-        return _of_rank0(tune, f"{_name(tuner)} for {key}", pruned)
+        return _of_rank0(tune, f"{name_of(tuner)} for {key}", pruned)
     return tune()
 
 
@@ -332,7 +334,7 @@ def _measured(call: Call, pruned: list[Any], first: bool) -> Any:
             except Exception as error:  # warned about here; raised if no configuration works
                 errors.append(error)
                 if type(error).__name__ not in USUAL:
-                    _tell(f"{_name(call.tuner)}: configuration {config} fails "
+                    _tell(f"{name_of(call.tuner)}: configuration {config} fails "
                           f"({type(error).__name__}: {error})")
             else:
                 seconds[config] = timed[0] if isinstance(timed, (list, tuple)) else timed
@@ -342,7 +344,7 @@ def _measured(call: Call, pruned: list[Any], first: bool) -> Any:
             call.tuner.configs_timings = seconds
             return best
     raise errors[0] if errors else ValueError(
-        f"{_name(call.tuner)}: prune_configs_by leaves no configuration, need one at least")
+        f"{name_of(call.tuner)}: prune_configs_by leaves no configuration, need one at least")
 
 
 def _compiling(call: Call, configs: list[Any], errors: list[Exception]) -> list[Any]:
@@ -361,7 +363,7 @@ def _compiling(call: Call, configs: list[Any], errors: list[Exception]) -> list[
             left.append(config)
             continue
         what = "could not be compiled ahead" if result.status == "not tried" else "ends the compiler"
-        errors.append(RuntimeError(f"{_name(call.tuner)}: configuration {config} {what} "
+        errors.append(RuntimeError(f"{name_of(call.tuner)}: configuration {config} {what} "
                                    f"({result.status}: {result.cause or result.message})"))
         _tell(errors[-1])
     return left

@@ -223,7 +223,7 @@ class Launcher:
         device = self._device(named)
         text = self._source = self._source or source.of(self.kernel)
         self._wide = text.wide
-        asked = problem_of(_name(self.kernel), text, self.declared, {**self._defaults, **named},
+        asked = problem_of(tuning.name_of(self.kernel), text, self.declared, {**self._defaults, **named},
                            self._constants, grid)
         plan = planned(asked, device)
         launch = plan.launches[0]
@@ -249,7 +249,7 @@ class Launcher:
                    if tensor.device.type != "cpu" or not tensor.is_pinned()}
         if len(devices) > 1:
             shown = ", ".join(f"{name} on {device}" for device, name in devices.items())
-            raise ValueError(f"{_name(self.kernel)}: got {shown}, need all tensors on one device")
+            raise ValueError(f"{tuning.name_of(self.kernel)}: got {shown}, need all tensors on one device")
         for device in devices:
             return device
         if torch.cuda.is_available():
@@ -273,10 +273,6 @@ def _around(kernel: Any, declared: Declared) -> Any:
     outer = copy.copy(kernel)
     outer.fn = inner
     return outer
-
-
-def _name(kernel: Any) -> str:
-    return str(kernel.fn.__name__)
 
 
 def _batch(given: Mapping[str, int | None] | None, names: list[str]) -> dict[str, int | None]:
