@@ -62,11 +62,6 @@ class Tried(NamedTuple):
         """Return True if the kernels ran correctly or no kernel was needed."""
         return self.verdict in ("ran", "torch path")
 
-    @property
-    def again(self) -> bool:
-        """Return True if a second child that runs alone may give another verdict."""
-        return self.memory or self.verdict == "hang"
-
     def __str__(self) -> str:
         D = f" D={self.trial.head_dim}" if self.trial.head_dim else ""
         detail = f"  {self.detail}" if self.detail else ""
@@ -84,7 +79,7 @@ def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: 
     progress: is called with each outcome.
     """
     def again(tried: Tried) -> bool:
-        return tried.again and (tried.memory or target.backend != "hip")
+        return tried.memory or (tried.verdict == "hang" and target.backend != "hip")
 
     def first(trial: Trial) -> Tried:
         tried = _child(trial, device, target, limit)
