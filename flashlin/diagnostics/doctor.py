@@ -42,14 +42,8 @@ if TYPE_CHECKING:
 
 
 @suggests_keywords
-def doctor(
-    model: nn.Module | None = None,
-    batch: Any = None,
-    *,
-    run: bool = False,
-    target: str | Target | None = None,
-    op: str | None = None,
-) -> Report:
+def doctor(model: nn.Module | None = None, batch: Any = None, *, run: bool = False,
+           target: str | Target | None = None, op: str | None = None) -> Report:
     """Examine this machine and report what every op does on it.
 
     The report also covers the installed packages that flashlin can patch. Offline and read-only, unless
@@ -169,23 +163,10 @@ def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
 
 
 @suggests_keywords
-def plan(
-    problem: Problem | str,
-    target: str | Target | None = None,
-    policy: Policy | None = None,
-    *,
-    B: int = 1,
-    T: int | None = None,
-    H: int | None = None,
-    K: int | None = None,
-    V: int | None = None,
-    N: int | None = None,
-    dtype: str | torch.dtype = "bfloat16",
-    varlen: bool = False,
-    needs_grad: bool = True,
-    mode: str | None = None,
-    ranks: int = 1,
-) -> Plan:
+def plan(problem: Problem | str, target: str | Target | None = None, policy: Policy | None = None, *,
+         B: int = 1, T: int | None = None, H: int | None = None, K: int | None = None, V: int | None = None,
+         N: int | None = None, dtype: str | torch.dtype = "bfloat16", varlen: bool = False,
+         needs_grad: bool = True, mode: str | None = None, ranks: int = 1) -> Plan:
     """Return the plan of one call, of a Problem or of an op with the keywords of ``explain``.
 
     Args:
@@ -234,23 +215,10 @@ def plan(
 
 
 @suggests_keywords
-def explain(
-    op: str,
-    *,
-    target: str | Target | None = None,
-    B: int = 1,
-    T: int | None = None,
-    H: int | None = None,
-    K: int | None = None,
-    V: int | None = None,
-    N: int | None = None,
-    dtype: str | torch.dtype = "bfloat16",
-    varlen: bool = False,
-    needs_grad: bool = True,
-    mode: str | None = None,
-    ranks: int = 1,
-    policy: Policy | None = None,
-) -> str:
+def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int | None = None,
+            H: int | None = None, K: int | None = None, V: int | None = None, N: int | None = None,
+            dtype: str | torch.dtype = "bfloat16", varlen: bool = False, needs_grad: bool = True,
+            mode: str | None = None, ranks: int = 1, policy: Policy | None = None) -> str:
     """Return a text that says how one call would run, and why.
 
     The text has the decision trail of dispatch, and then the same in words. A size that is None is the size

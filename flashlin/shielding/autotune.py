@@ -51,12 +51,10 @@ class Tuned(NamedTuple):
     lock: ThreadLock
 
 
-def autotune(
-    configs: list[Any], key: list[str], prune_configs_by: dict[str, Any] | None = None,
-    reset_to_zero: list[str] | None = None, restore_value: list[str] | None = None,
-    pre_hook: Callable[..., Any] | None = None, post_hook: Callable[..., Any] | None = None,
-    deterministic: str | None = None, **options: Any,
-) -> Callable[[Any], Any]:
+def autotune(configs: list[Any], key: list[str], prune_configs_by: dict[str, Any] | None = None,
+             reset_to_zero: list[str] | None = None, restore_value: list[str] | None = None,
+             pre_hook: Callable[..., Any] | None = None, post_hook: Callable[..., Any] | None = None,
+             deterministic: str | None = None, **options: Any) -> Callable[[Any], Any]:
     """Return a decorator that tunes a Triton kernel as ``triton.autotune`` of the installed release does.
 
     The module's docstring and docs/guides/shield.md list the differences from Triton.
