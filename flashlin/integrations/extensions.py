@@ -18,11 +18,8 @@ from flashlin.kernels.sequences import wide
 
 
 @torch.no_grad()
-def fwd(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None, z: Tensor | None, delta_bias: Tensor | None,
-    delta_softplus: bool,
-) -> list[Tensor]:
+def fwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+        delta_bias: Tensor | None, delta_softplus: bool) -> list[Tensor]:
     """Compute ``selective_scan_cuda.fwd`` on tensors as in ``selective_scan_fn``.
 
     Return y before its gate [b, D, T], the kept states [b, D, 1, 2 N] and, if z is given, y after its gate.
@@ -38,13 +35,9 @@ def fwd(
     return [y, kept, (wide_y * F.silu(wide_z)).to(y.dtype)]
 
 
-def bwd(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None, z: Tensor | None, delta_bias: Tensor | None,
-    dout: Tensor, x: Tensor,
-    out: Tensor | None, dz: Tensor | None,
-    delta_softplus: bool, recompute_out_z: bool,
-) -> list[Tensor | None]:
+def bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+        delta_bias: Tensor | None, dout: Tensor, x: Tensor, out: Tensor | None, dz: Tensor | None,
+        delta_softplus: bool, recompute_out_z: bool) -> list[Tensor | None]:
     """Compute ``selective_scan_cuda.bwd``.
 
     Return the gradients of u, delta, A, B, C, D and delta_bias. If z is given, its gradient follows and is
@@ -73,17 +66,14 @@ def causal_conv1d_fwd_function(x: Tensor, weight: Tensor, bias: Tensor | None, s
     final_states_out [b, D, W - 1] is written to, unless it is None.
     """
     y = mamba.causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, final_states_out is not None,
-                               final_states_out, _activation(silu_activation))
+                               final_states_out, "silu" if silu_activation else None)
     return y if isinstance(y, Tensor) else y[0]
 
 
-def causal_conv1d_bwd_function(
-    x: Tensor, weight: Tensor,
-    bias: Tensor | None,
-    dout: Tensor,
-    seq_idx: Tensor | None, initial_states: Tensor | None, dfinal_states: Tensor | None, dx: Tensor | None,
-    return_dinitial_states: bool, silu_activation: bool,
-) -> tuple[Tensor | None, ...]:
+def causal_conv1d_bwd_function(x: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor,
+                               seq_idx: Tensor | None, initial_states: Tensor | None,
+                               dfinal_states: Tensor | None, dx: Tensor | None, return_dinitial_states: bool,
+                               silu_activation: bool) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weight, bias and initial_states.
 
     The gradient of x is also written to dx, unless dx is None.
@@ -94,7 +84,7 @@ def causal_conv1d_bwd_function(
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None,
                  initial_states: Tensor | None = initial_states) -> list[Tensor]:
         found = mamba.causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, dfinal_states is not None,
-                                       activation=_activation(silu_activation))
+                                       activation="silu" if silu_activation else None)
         return [found] if isinstance(found, Tensor) else list(found)
     _, grads = _pulled_back(convolve, given, [dout, dfinal_states][:1 + (dfinal_states is not None)])
     return _written(dx, grads["x"]), grads["weight"], grads.get("bias"), grads.get("initial_states")
@@ -105,12 +95,8 @@ def causal_conv1d_update_function(x: Tensor, conv_state: Tensor, weight: Tensor,
                                   silu_activation: bool, cache_seqlens: Tensor | None,
                                   conv_state_indices: Tensor | None) -> Tensor:
     """Return y for x [b, D, T], and update conv_state [b, D, L] in place."""
-    return mamba.causal_conv1d_update(x, conv_state, weight, bias, _activation(silu_activation),
+    return mamba.causal_conv1d_update(x, conv_state, weight, bias, "silu" if silu_activation else None,
                                       cache_seqlens, conv_state_indices)
-
-
-def _activation(silu: bool) -> str | None:
-    return "silu" if silu else None
 
 
 def _written(out: Tensor | None, gradient: Tensor) -> Tensor:
