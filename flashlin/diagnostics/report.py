@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field, field_validator, model_validator
 
@@ -224,14 +224,6 @@ class Layer(Facts):
     cost: str = ""
 
 
-class Entry(NamedTuple):
-    """One line of the short text."""
-    status: Status
-    name: str
-    text: str
-    fix: str = ""
-
-
 class Report(Facts):
     """The result of ``flashlin.doctor()``.
 
@@ -419,14 +411,15 @@ class Report(Facts):
         """Yield the lines that follow the ops, without texts that the verdict already contains (``said``)."""
         for title, entries in self._entries():
             quiet = [entry.status for entry in entries].count("ok")
-            told = [entry for entry in entries if entry.status != "ok" and entry.text not in said]
+            told = [entry for entry in entries if entry.status != "ok" and entry.detail not in said]
             if title == "Checks" or told or (entries and title.startswith("Ran")):
                 yield f"{title}{f' ({quiet} ok)' if quiet else ''}{':' if told else ''}"
             told.sort(key=lambda entry: STATUSES.index(entry.status))
-            for status, name, text, fix in told[:SHOWN]:
-                [line, *rest] = _wrapped(f"{status}  {name}: {text}", "  ", "    ")
-                yield from [line.replace(status, _painted(status, status, colour), 1), *rest]
-                yield from _wrapped(f"fix: {fix}", "    ", "    ") if fix else ()
+            for entry in told[:SHOWN]:
+                [first, *rest] = _wrapped(f"{entry.status}  {entry.name}: {entry.detail}", "  ", "    ")
+                painted = _painted(entry.status, entry.status, colour)
+                yield from [first.replace(entry.status, painted, 1), *rest]
+                yield from _wrapped(f"fix: {entry.fix}", "    ", "    ") if entry.fix else ()
             if len(told) > SHOWN:
                 yield f"  and {len(told) - SHOWN} more"
         if self.advice is not None:
@@ -476,22 +469,22 @@ class Report(Facts):
         effect = next((f" ({issue.effect})" for issue in self.issues if issue.id == because), "")
         return f"{because}{effect}"
 
-    def _entries(self) -> Iterator[tuple[str, list[Entry]]]:
-        """Yield (title, entries) of everything except the ops."""
-        yield ("The model", [Entry(one.verdict, one.layers, f"calls {one.function}, from {one.implementation}"
-                                   + (f": {one.path}" if one.path else "")
-                                   + (f"; {one.because}" if one.because else "")) for one in self.layers])
+    def _entries(self) -> Iterator[tuple[str, list[Check]]]:
+        """Yield (title, entries) of everything except the ops. Each entry has the form of a check."""
+        yield ("The model", [line(one.layers, one.verdict, f"calls {one.function}, from {one.implementation}"
+                                  + (f": {one.path}" if one.path else "")
+                                  + (f"; {one.because}" if one.because else "")) for one in self.layers])
         # the advice has the commands of problems and of what is degraded
-        yield "Checks", [Entry(one.status, one.name, one.detail,
-                               "" if one.status in ("problem", "degraded") else one.fix)
+        yield "Checks", [line(one.name, one.status, one.detail,
+                              "" if one.status in ("problem", "degraded") else one.fix)
                          for one in self.checks]
         yield ("Other packages",
-               [*(Entry(one.status, f"{one.name} {one.version}", one.imports) for one in self.packages),
-                *(Entry(one.status, one.where, f"{one.kernels} from {one.implementation}, {one.why}")
+               [*(line(f"{one.name} {one.version}", one.status, one.imports) for one in self.packages),
+                *(line(one.where, one.status, f"{one.kernels} from {one.implementation}, {one.why}")
                   for one in self.bindings),
-                *(Entry(one.status, one.where, one.effect, one.remedy) for one in self.flaws)])
+                *(line(one.where, one.status, one.effect, one.remedy) for one in self.flaws)])
         yield ("Ran, against the float64 reference",
-               [Entry(one.status, f"{one.case} {one.dtype}", one.detail) for one in self.ran])
+               [line(f"{one.case} {one.dtype}", one.status, one.detail) for one in self.ran])
 
     def markdown(self) -> str:
         """Return the report as Markdown for an issue on GitHub, with tables in collapsed sections."""
@@ -504,8 +497,7 @@ class Report(Facts):
                           "", "</details>"]
         return "\n".join(lines)
 
-    def _repr_markdown_(self) -> str:
-        return self.markdown()
+    _repr_markdown_ = markdown
 
     def __repr__(self) -> str:
         on = "; ".join(str(device) for device in self.devices)
