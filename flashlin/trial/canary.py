@@ -14,7 +14,6 @@ import torch
 
 from flashlin import dispatch, policy
 from flashlin.compat import target as machine
-from flashlin.compat.target import Target
 from flashlin.guards import launch_table, local_results
 from flashlin.guards.plan_types import Plan, UnsupportedError
 from flashlin.kernels.families import family_of
@@ -42,7 +41,9 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
     """
     asked, target = the_plan.asked, the_plan.target
     key = (asked.op, asked.family, asked.dtype, asked.K, asked.V, asked.needs_grad, target)
-    if asked.given is None and key not in _done and _wanted(target):
+    # On AMD no call starts a trial: there the user must run ``flashlin warmup``, see check_has_run.
+    wanted = target.backend == "cuda" and policy.current().canary == "auto" and not machine.pretending()
+    if asked.given is None and key not in _done and wanted:
         for _ in range(ROUNDS):
             trial = _trial(the_plan)
             if not _doubtful(the_plan, trial):
@@ -62,14 +63,6 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
         settled.clear()
     settled[id(the_plan)] = the_plan
     return the_plan
-
-
-def _wanted(target: Target) -> bool:
-    """Return True if the first call of an op may start a trial on this target.
-
-    On AMD it never does. There the user must start trials with ``flashlin warmup``: see check_has_run.
-    """
-    return target.backend == "cuda" and policy.current().canary == "auto" and not machine.pretending()
 
 
 def _trial(the_plan: Plan) -> run.Trial:

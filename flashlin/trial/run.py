@@ -116,12 +116,10 @@ def _keep(outcomes: Sequence[Tried], target: Target) -> None:
     that failed in one trial and ran in another has failed.
     """
     now = time.time()
-    ran: dict[str, Verdict] = {}
     bad: dict[str, Verdict] = {}
     trials = {str(one.trial): Verdict(one.verdict, now, str(one.trial), one.detail) for one in outcomes}
-    for one in outcomes:
-        if one.verdict == "ran":
-            ran.update(dict.fromkeys(one.configs, trials[str(one.trial)]))
+    ran = {config: trials[str(one.trial)] for one in outcomes if one.verdict == "ran"
+           for config in one.configs}
     for one in outcomes:
         blamed: Sequence[str] = ()
         if one.verdict == "wrong numbers":
@@ -136,10 +134,9 @@ def _keep(outcomes: Sequence[Tried], target: Target) -> None:
 
 def _child(trial: Trial, device: torch.device, target: Target, limit: float, small: bool = False) -> Tried:
     """Run one trial in a child process and return its outcome."""
-    what = ["--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim)]
     known = local_results.unwritten(target)  # sent through a pipe, because an argument has at most 128 KiB
-    command = CHILD("--device", str(device), *what, *(["--small"] if small else []),
-                    *(["--known"] if known else []))
+    command = CHILD("--device", str(device), "--op", trial.op, "--dtype", trial.dtype, "--head-dim",
+                    str(trial.head_dim), *["--small"] * small, *["--known"] * bool(known))
     ended = run_to_end(command, {"FLASHLIN_CANARY": "trial"}, limit=limit, given=known)
     seconds = round(ended.seconds, 1)
     configs: list[str] = []
