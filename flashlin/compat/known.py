@@ -15,10 +15,7 @@ from flashlin.compat.target import USUAL_CARD, Target
 from flashlin.compat.versions import affected, between
 
 PRE_VOLTA, END = (0, 0), (99, 0)  # bounds of compute capabilities
-FLA = "https://github.com/fla-org/flash-linear-attention/issues/"
-TRITON = "https://github.com/triton-lang/triton/issues/"
 EVERYWHERE = "every GPU, every Triton"
-ILLEGAL = "an illegal memory access was encountered"
 CONFIDENCE = {"compiled": "compiled in our tests, where it fails like this", "ran": "seen in our own runs",
               "thread": "reported in the thread; we have not run it", "documented": "documented"}
 

@@ -209,10 +209,9 @@ class Kernel:
 
     def _new_kind(self, types: tuple[type, ...]) -> Kind | None:
         """Return the Kind for these types of arguments; None if starts with them use ``JITFunction.run``."""
-        there = list(zip(self.kernel.params, types, strict=True))
-        if not all(kind in (CONSTANTS if parameter.is_constexpr else PLAIN) for parameter, kind in there):
+        of_all = list(zip(range(len(types)), self.kernel.params, types, strict=True))
+        if not all(kind in (CONSTANTS if parameter.is_constexpr else PLAIN) for _, parameter, kind in of_all):
             return None
-        of_all = [(at, parameter, kind) for at, (parameter, kind) in enumerate(there)]
         varying = [(at, parameter, kind) for at, parameter, kind in of_all if not parameter.is_constexpr]
         return Kind(
             _taking(at for at, _, kind in varying if kind in TENSORS),

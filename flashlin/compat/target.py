@@ -54,11 +54,6 @@ class Card(NamedTuple):
     backend: str = "cuda"
     arch: str = ""
 
-    @property
-    def sm(self) -> str:
-        """Return the digits of the compute capability, such as ``90``."""
-        return f"{self.capability[0]}{self.capability[1]}"
-
 
 # Other GPUs, by the names that people type, each with its multiprocessors or compute units. The keys are
 # compute capabilities, or AMD architectures. Source: NVIDIA's list of CUDA GPUs and data sheets.
@@ -392,8 +387,9 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
             raise ValueError(f"target: got the card {given!r}, need one of {', '.join(usual)} or "
                              f"{len(CARDS) - len(usual)} others, or another by its architecture, as gfx942 "
                              f"or as sm=90{meant}")
-        if digits and named[1].sm != digits:
-            means = f"sm={named[1].sm}" if named[1].backend == "cuda" else f"{named[1].arch} of AMD"
+        its_digits = "{}{}".format(*named[1].capability)
+        if digits and its_digits != digits:
+            means = f"sm={its_digits}" if named[1].backend == "cuda" else f"{named[1].arch} of AMD"
             raise ValueError(f"target: got {given} and sm={digits}, need one of them: {named[0]} is {means}")
         return named[0], named[1]._replace(backend=backend or named[1].backend)
     if digits and digits != "0" and digits not in known and (
