@@ -211,8 +211,6 @@ def taking_cache(method: Any) -> Any:
     The wrapped method has ``cache`` in its signature, because ``generate`` looks for it there. Without the
     wrapper the method would accept ``cache`` in its ``**kwargs`` and ignore it.
     """
-    prepares = method.__name__ == PREPARE
-
     @functools.wraps(method)
     def call(self: Any, *args: Any, **given: Any) -> Any:
         cache = given.pop(CACHE, None)
@@ -220,7 +218,7 @@ def taking_cache(method: Any) -> Any:
             given[KNOWN_AS] = cache
         result = method(self, *args, **given)
         # the result is passed to forward, which a program's own class may define without ``cache``
-        if prepares and CACHE in result and not takes(type(self).forward, CACHE):
+        if method.__name__ == PREPARE and CACHE in result and not takes(type(self).forward, CACHE):
             result[KNOWN_AS] = result.pop(CACHE)
         return result
     signature = inspect.signature(method)

@@ -13,8 +13,6 @@ from torch import nn
 from flashlin.integrations.adapters import ADAPTERS, UNFUSED
 from flashlin.integrations.transformers import KERNEL, decorated, is_modeling
 
-DEVICES = ("cpu", "cuda", "rocm")
-
 
 class Repository(NamedTuple):
     """A source of one kernel, with the interface that the package ``kernels`` expects of a repository.
@@ -66,4 +64,4 @@ def kernel_mapping() -> dict[str, dict[str, Repository]]:
     nothing with transformers 5.23 and 5.24, which require kernels 0.18.2, while the newest release is 0.17.2.
     ``flashlin.patch("transformers")`` works with all these releases.
     """
-    return {name: {device: Repository(name) for device in DEVICES} for name in KERNEL}
+    return {name: {device: Repository(name) for device in ("cpu", "cuda", "rocm")} for name in KERNEL}

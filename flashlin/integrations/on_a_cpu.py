@@ -44,10 +44,8 @@ def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **given)
         try:
             return method(self, *args, **given)
-        except NoCpuVersion:  # raised by an inner layer
-            raise
         except Exception as error:
-            why = reason(error)
+            why = "" if isinstance(error, NoCpuVersion) else reason(error)  # an inner layer raised that one
             if not why:
                 raise
             raise NoCpuVersion(f"{type(self).__name__} cannot run this call on a CPU: {why}. "

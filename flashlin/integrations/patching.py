@@ -117,8 +117,7 @@ def _summary(patch: Patch) -> Iterator[str]:
     counts = Counter(one.by for one in patch.bindings.replaced)
     ours, guarded = ([name for name in counts if (name.partition(" ")[0] == "shield") is guard]
                      for guard in (False, True))
-    places = sum(counts[name] for name in ours)
-    yield (f"{patch.package}: {len(ours)} functions replaced in {places} places"
+    yield (f"{patch.package}: {len(ours)} functions replaced in {sum(counts[name] for name in ours)} places"
            + (f" ({some(ours)})" if ours else ", more when its modules are imported"))
     if guarded:
         yield f"  {len(guarded)} of its own kernels are launched through flashlin.shield"

@@ -66,10 +66,8 @@ def called_by(layer: Any) -> list[Bound]:
                 for attribute in sorted(_names(method.__code__) & set(method.__globals__)):
                     for one in _read(attribute, method.__globals__[attribute], method.__module__):
                         found.setdefault(attribute, one)
-    for attribute, value in list(vars(layer).items()):
-        if isinstance(value, FunctionType):
-            for one in _read(attribute, value, ""):
-                found[attribute] = one
+    found |= {attribute: one for attribute, value in list(vars(layer).items())
+              if isinstance(value, FunctionType) for one in _read(attribute, value, "")}
     return _slow(layer, list(found.values()))
 
 

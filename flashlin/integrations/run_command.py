@@ -173,10 +173,9 @@ def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module:
             run_module(program if module else "__main__", alter_argv=module)
         else:
             _run_file(main, os.path.abspath(program))
-    except SystemExit:
-        raise
     except BaseException as error:
-        _show_without_ours(error)
+        if not isinstance(error, SystemExit):
+            _show_without_ours(error)
         raise
 
 

@@ -231,7 +231,6 @@ class TransformersPatch(Patch):
         of_transformers = module.__name__.startswith("transformers")
         if not wanted or not (of_transformers or read & {FLAG, CONV_CACHE}):
             return set()
-        made: dict[str, Any] = {}
         for name in wanted:
             kernel, original = KERNEL[name], names.get(name, MISSING)
             functions = [names[one] for one in NAMES[kernel] if isinstance(names.get(one), FunctionType)]
@@ -246,7 +245,6 @@ class TransformersPatch(Patch):
                 stand_in = stand_in_for(kernel, original, module.__name__, name)
                 self.bindings.stands_for(stand_in, original)
             self.bindings.put(module, name, stand_in, _by(kernel))
-            made[kernel] = stand_in
             for attribute in NAMES[kernel]:
                 self._in_layers[module.__name__, attribute] = stand_in
         if FLAG in names:

@@ -170,11 +170,9 @@ def _run_inside(node: Any) -> None:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    for part in parts:
+        yield from _tensors(part)
 
 
 def _joined(results: list[Any], sizes: list[int], name: str) -> Any:
