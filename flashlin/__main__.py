@@ -153,7 +153,6 @@ def parser() -> Parser:
     explain.add_argument("--ranks", type=int, default=1,
                          help="ranks that share each sequence, T tokens on each (process_group)")
     explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has a choice")
-    explain.add_argument("--json", action="store_true", help="JSON on stdout")
     program = command("run", RUN_EXAMPLES)
     program.add_argument("--patch", metavar="NAMES",
                          help="packages, separated by commas (default: FLASHLIN_PATCH, else all installed ones)")
@@ -175,13 +174,13 @@ def parser() -> Parser:
     warm.add_argument("--limit", type=float, default=300, help="seconds for each child (default 300)")
     warm.add_argument("--forget", action="store_true",
                       help="run nothing, and delete the results of this machine (for --op, or all)")
-    warm.add_argument("--json", action="store_true", help="JSON on stdout")
     ask = command("why", WHY_EXAMPLES)
     ask.add_argument("text", nargs="*", help="the printed text, or a question in plain words; standard input "
                                              "if none is given")
     ask.add_argument("--target", metavar="FACTS", help="the GPU and the Triton of the failure, such as "
                                                        "T4,triton=3.2; default: those that the text names")
-    ask.add_argument("--json", action="store_true", help="JSON on stdout")
+    for one in (explain, warm, ask):
+        one.add_argument("--json", action="store_true", help="JSON on stdout")
     return top
 
 

@@ -57,13 +57,6 @@ class Judged(NamedTuple):
         """Return the sort key of this rating; less is better."""
         return sum(self.prices), self.strange, self.steps
 
-    def no_worse(self, other: Judged) -> bool:
-        """Return True if no op has a higher price than in ``other``.
-
-        A lower sum is no improvement if some op gets slower.
-        """
-        return all(mine <= its for mine, its in zip(self.prices, other.prices, strict=True))
-
 
 def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     """Return the commands that install the best pair, and a text that says what they change."""
@@ -114,7 +107,9 @@ def _best(pairs: Iterable[Pair], judge: Callable[[Pair], Judged], start: Judged)
     best: tuple[Judged, Pair] | None = None
     for pair in pairs:
         its = judge(pair)
-        if its.no_worse(start) and (best is None or its.order < best[0].order):
+        # a lower sum of prices is no improvement if some op gets slower
+        no_worse = all(new <= old for new, old in zip(its.prices, start.prices, strict=True))
+        if no_worse and (best is None or its.order < best[0].order):
             best = its, pair
         if best is not None and not any(best[0].order[:2]):
             break  # planning a pair takes a second, and the pairs are sorted by distance

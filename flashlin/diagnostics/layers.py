@@ -84,11 +84,6 @@ def mamba(layer: Any) -> dict[str, int]:
     return dict(H=1, K=read(layer, *STATE), V=read(layer, "intermediate_size", "d_inner"))
 
 
-def state_update(layer: Any) -> dict[str, int]:
-    """Return the sizes of a Mamba-2 or a Mamba-1 layer, for its update of the state. Mamba-1 has one head."""
-    return mamba2(layer) if any(hasattr(layer, name) for name in HEADS) else mamba(layer)
-
-
 def convolution(layer: Any) -> dict[str, int]:
     """Return K (channels) and V (taps) of a layer's only convolution, or raise _Unread."""
     found = [one.weight for one in layer.modules() if isinstance(one, nn.Conv1d)]
@@ -108,10 +103,12 @@ def norm(layer: Any) -> dict[str, int]:
 
 
 Reader = Callable[[Any], dict[str, int]]
-# The functions that read the sizes of an op from a layer: by op, or else by the op's family.
+# The functions that read the sizes of an op from a layer: by op, or else by the op's family. A layer that
+# updates a state is of Mamba-2 or, without heads, of Mamba-1.
 BY_OP: dict[str, Reader] = {"mamba_chunk_scan_combined": mamba2, "mamba_split_conv1d_scan_combined": mamba2,
                             "mamba3_siso_combined": mamba2, "selective_scan_fn": mamba,
-                            "selective_state_update": state_update,
+                            "selective_state_update": lambda layer: (
+                                mamba2 if any(hasattr(layer, name) for name in HEADS) else mamba)(layer),
                             "mamba_causal_conv1d_update": convolution, "rms_norm": norm, "layer_norm": norm,
                             "rms_norm_gated": norm, "layer_norm_gated": norm}
 BY_FAMILY: dict[str, Reader] = {"conv": convolution, "conv_update": convolution, "recurrent": over_heads}

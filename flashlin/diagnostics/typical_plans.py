@@ -48,13 +48,10 @@ ISSUES = {issue.id for issue in KNOWN_ISSUES}
 
 def typical(op: str, target: Target, policy: Policy) -> Planned:
     """Return the plans of an op's typical calls."""
-    planned: Planned = {}
-    for use, sizes in usual(op).items():
-        for grad in (False,) if use == "decoding" else (False, True):
-            for dtype in DTYPES:
-                problem = problem_of(family_of(op), PUBLIC[op], sizes, dtype, grad)
-                planned[Kind(dtype, use, grad)] = dispatch.plan(problem, target, policy)
-    return planned
+    return {Kind(dtype, use, grad): dispatch.plan(
+                problem_of(family_of(op), PUBLIC[op], sizes, dtype, grad), target, policy)
+            for use, sizes in usual(op).items()
+            for grad in ((False,) if use == "decoding" else (False, True)) for dtype in DTYPES}
 
 
 def summary(op: str, where: str, planned: Planned) -> OpPlan:
@@ -215,9 +212,8 @@ def evidence(plans: Iterable[Plan]) -> str:
                  key=TRUST.index, default="unknown") for plan in kernels]
     levels = sorted(set(known), key=TRUST.index)
     words = {"unknown": "no record", "failed": "does not hold"}
-    told = [f"{words.get(level, level)} ({known.count(level)} of {len(known)} calls)" for level in levels]
-    if len(levels) == 1:
-        told = [words.get(levels[0], levels[0])]
+    told = [words.get(level, level) + (f" ({known.count(level)} of {len(known)} calls)" if levels[1:] else "")
+            for level in levels]
     slow = {(figures.spills, f"slow: {launch.kernel} {figures}") for plan in kernels
             for launch in plan.launches
             if (figures := launch_table.slow_on(plan.target.sm, plan.target.triton).get(launch.config))

@@ -58,9 +58,8 @@ SHOWN = 3  # maximum number of failures that an answer describes
 # Names of GPUs and a release of Triton. Issues of other GPUs and releases are left out. A short name such as
 # T4 counts only after its maker.
 _NAMES = sorted(CARDS, key=len, reverse=True)
-_LONG_NAMES = (name for name in _NAMES if len(name) > 3)
 GPU = re.compile(rf"(?<![\w-])(?:(?:NVIDIA|Tesla|GeForce|AMD) ({'|'.join(_NAMES)})"
-                 rf"|({'|'.join(_LONG_NAMES)}))(?!\w)")
+                 rf"|({'|'.join(name for name in _NAMES if len(name) > 3)}))(?!\w)")
 RELEASE = re.compile(r"triton(?:==|-| version:? | )v?(3\.\d+(?:\.\d+)?)\b", re.IGNORECASE)
 # The line of an exception, which may have a prefix such as a rank, a date or the name of a process.
 RAISED = re.compile(r"(?:^|[\s\]:)|])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)(?::|$)")
@@ -546,9 +545,7 @@ def why(failure: BaseException | str, target: str | Target | None = None) -> str
         raise TypeError(f"failure: got {type(failure).__name__}, need an exception or a text")
     text = failure if isinstance(failure, str) else "".join(traceback.format_exception(failure))
     reading = read_text(text)
-    if target is not None:
-        reading.on(target)
-    return answer(reading.matches())
+    return answer((reading if target is None else reading.on(target)).matches())
 
 
 def as_json(found: list[Match]) -> str:

@@ -111,12 +111,9 @@ def slow_on(card: str, triton: str, given_up: bool = False) -> dict[str, Slow]:
     triton: the release; other releases of its minor version are used if the table does not list it.
     given_up: return only configurations for which the register allocator of ptxas failed.
     """
-    slow = {}
-    for config in table():
-        known = [Slow(*record["slow"][card]) for record in _records(config, triton)
-                 if card in record.get("slow", ())]
-        if known:
-            slow[config] = max(known)
+    known = {config: [Slow(*record["slow"][card]) for record in _records(config, triton)
+                      if card in record.get("slow", ())] for config in table()}
+    slow = {config: max(each) for config, each in known.items() if each}
     return {config: one for config, one in slow.items() if one.registers or not given_up}
 
 
