@@ -19,7 +19,7 @@ from flashlin.ops._common.arguments import check_packed
 from flashlin.ops._common.casting import as_planned, contiguous, count_of, dense, name_of, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.gradients import pulled_back
-from flashlin.ops._common.operator import Gradients, Kept, Operator, kernels
+from flashlin.ops._common.operator import Gradients, Operator, kernels
 from flashlin.ops._common.pipeline import TracedCall, call_of, exporting
 
 Found = tuple[Tensor, "Tensor | None"]
@@ -139,11 +139,6 @@ def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
     return x.x.new_empty(x.x.shape), x.x.new_empty((N, x.x.shape[2]), dtype=wide) if how.has_ht else None
 
 
-def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
-    """Return the tensors that forward stores for backward, with o in place of x, because backward reads o."""
-    return (y.o, x.g, x.h0, x.bounds), (None, None)
-
-
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     o, g, h0, bounds = x
@@ -152,16 +147,13 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
     return dict(zip(("x", "g", "h0"), gradients, strict=True))
 
 
-def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
-                       wanted: frozenset[str]) -> Gradients:
-    return pulled_back(lambda x: torch_path.compute(*x), x._replace(x=torch_path.inputs_of(*x)), wanted,
-                       grads)
-
-
 OPERATOR = Operator(
     "hgrn", Tensors, Scalars, Outputs, 2, family="hgrn", problem=problem_of,
     on_torch=lambda x, how: torch_path.compute(*x), cast=_cast,
     while_tracing=lambda x, how: TracedCall(call_of(how.call, {x.x.dtype}), K=64, V=64),
     inside=lambda x: exporting(),
-    forward=lambda plan, x, how: kernels("hgrn", "forward").launch_forward(plan, *x, how.has_ht), kept=_kept,
-    backward=_backward, empty=_empty, backward_on_torch=_backward_on_torch)
+    forward=lambda plan, x, how: kernels("hgrn", "forward").launch_forward(plan, *x, how.has_ht),
+    # The stored tensors have o in place of x, because backward reads o.
+    kept=lambda x, y, how: ((y.o, *x[1:]), (None, None)), backward=_backward, empty=_empty,
+    backward_on_torch=lambda x, y, grads, how, wanted: pulled_back(
+        lambda x: torch_path.compute(*x), x._replace(x=torch_path.inputs_of(*x)), wanted, grads))

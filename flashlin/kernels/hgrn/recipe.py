@@ -56,14 +56,9 @@ def _launch(kernel: str, problem: Problem, segments: int) -> Launch:
                   dict(BT=BT, BD=width), shared=8 * BT * width + 1024, span=BT * problem.K, num_warps=1)
 
 
-def counted(sizes: Sizes) -> Sizes:
-    """Return the sizes of a Problem of HGRN: one head, and V equal to K."""
-    return sizes._replace(H=1, V=sizes.K)
-
-
 SPECS = (Family(
     "hgrn", launches, (Op("chunk_hgrn", "hgrn"), Op("fused_recurrent_hgrn", "hgrn")),
     axes={"K": "channels, of each of which the state is one number"},
     typical={"training": Sizes(4, 2048, K=4096), "packed": Sizes(1, 32768, K=4096, N=16, packed=True),
              "decoding": Sizes(64, 1, K=4096)},
-    counted=counted),)
+    counted=lambda sizes: sizes._replace(H=1, V=sizes.K)),)
