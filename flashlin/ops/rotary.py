@@ -23,7 +23,7 @@ from flashlin.kernels.rotary.recipe import FAR
 from flashlin.ops._common.arguments import check_nonempty, check_packed
 from flashlin.ops._common.casting import as_planned, dtypes_of, strictest, wants_grad
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.operator import Gradients, Operator, kernels
+from flashlin.ops._common.operator import Operator, kernels
 
 
 @entry
@@ -144,11 +144,6 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
                    dtype=strictest(dtypes_of(x[:3])), varlen=x.bounds is not None, needs_grad=how.needs_grad)
 
 
-def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor]:
-    # torch.compile of torch 2.8 cannot slice a NamedTuple.
-    return torch_path.compute(x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved),
-
-
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
     x, cos, sin, offsets, bounds = given
     if dot != "native":
@@ -202,12 +197,12 @@ def _rotated(plan: Plan, rows: Tensor, x: Tensors, how: Scalars, back: bool, in_
         interleaved=how.interleaved, back=back, in_place=in_place)
 
 
-def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
-              wanted: frozenset[str]) -> Gradients:
-    return {"x": None if grads.y is None else _rotated(plan, _evenly(grads.y), x, how, True, False)}
-
-
 OPERATOR = Operator(
-    "rotary", Tensors, Scalars, Outputs, 1, family="rotary", problem=problem_of, on_torch=_on_torch,
-    cast=_cast, forward=lambda plan, x, how: (_rotated(plan, x.x, x, how, False, how.in_place),),
-    kept=lambda x, y, how: ((None, *x[1:]), (None,)), backward=_backward, in_place="x")
+    "rotary", Tensors, Scalars, Outputs, 1, family="rotary", problem=problem_of, cast=_cast,
+    # torch.compile of torch 2.8 cannot slice a NamedTuple.
+    on_torch=lambda x, how: (
+        torch_path.compute(x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved),),
+    forward=lambda plan, x, how: (_rotated(plan, x.x, x, how, False, how.in_place),),
+    kept=lambda x, y, how: ((None, *x[1:]), (None,)), in_place="x",
+    backward=lambda plan, x, y, grads, how, wanted: {
+        "x": None if grads.y is None else _rotated(plan, _evenly(grads.y), x, how, True, False)})

@@ -33,14 +33,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                    dict(BT=BT, BR=BR), shared=8 * ELEMENTS + 4096, span=span),)
 
 
-def counted(sizes: Sizes) -> Sizes:
-    """Return the sizes of a Problem: all tokens in one row, and by default K // 2 rotated pairs."""
-    return Sizes(1, sizes.B * sizes.T, sizes.H, sizes.K, sizes.V or max(sizes.K // 2, 1), packed=sizes.packed)
-
-
 SPECS = (Family(
     "rotary", launches, (Op("rotary_embedding", "rotary"),),
     axes={"K": "channels of a head", "V": "pairs of them that are rotated"},
     typical={"training": Sizes(1, 16384, 32, 128), "packed": Sizes(1, 32768, 32, 128, packed=True),
              "decoding": Sizes(1, 64, 32, 128)},
-    counted=counted),)
+    # All tokens are in one row. By default K // 2 pairs are rotated.
+    counted=lambda sizes: sizes._replace(B=1, T=sizes.B * sizes.T, V=sizes.V or max(sizes.K // 2, 1), N=0)),)
