@@ -324,11 +324,6 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
                    dtype=dtype, varlen=x.bounds is not None, needs_grad=how.needs_grad, options=options)
 
 
-def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
-    N = count_of(x.x, x.bounds)
-    return x.x.new_empty(x.x.shape), x.x.new_empty((N, *x.weight.shape)) if how.has_ht else None
-
-
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     dht, = contiguous(grads.ht)
@@ -347,7 +342,10 @@ OPERATOR = Operator(
     forward=lambda plan, x, how: kernels("conv", "forward").launch_forward(
         plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype),
     kept=lambda x, y, how: (x._replace(residual=None), (None, None)), backward=_backward,
-    empty=_empty, same=lambda how: {"residual": "y"})
+    empty=lambda x, how: (
+        x.x.new_empty(x.x.shape),
+        x.x.new_empty((count_of(x.x, x.bounds), *x.weight.shape)) if how.has_ht else None),
+    same=lambda how: {"residual": "y"})
 UPDATE = Overwriting(
     "conv_update", Token, Activation, "cache", family="conv_update", problem=_problem_of_update,
     on_torch=_update_on_torch, launch=_update,

@@ -290,12 +290,6 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
     return {"logits": dlogits}
 
 
-def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
-                       wanted: frozenset[str]) -> Gradients:
-    return {"logits": None if grads.loss is None
-            else torch_path.gradients(x.logits, x.target, y.lse, grads.loss, *terms_of(how))}
-
-
 OPERATOR = Operator(
     "cross_entropy", Tensors, Scalars, Outputs, 2, family=FAMILY,
     problem=lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), cast=_cast,
@@ -305,7 +299,9 @@ OPERATOR = Operator(
     kept=lambda x, y, how: (x, (None, None, y.lse)), backward=_backward,
     empty=lambda x, how: [x.logits.new_empty(x.logits.shape[:1], dtype=torch.float32)
                           for _ in Outputs._fields],
-    backward_on_torch=_backward_on_torch)
+    backward_on_torch=lambda x, y, grads, how, wanted: {
+        "logits": None if grads.loss is None
+        else torch_path.gradients(x.logits, x.target, y.lse, grads.loss, *terms_of(how))})
 
 
 class LinearTensors(NamedTuple):
