@@ -7,7 +7,7 @@ Mirrors functions of ``fla.modules``. Without and with a gate g, they compute
 """
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -144,7 +144,8 @@ def _checkpointed(asked: Asked, *tensors: Tensor | None) -> Found:
     # matrix product again, because it does not read the result.
     contexts: dict[str, Any] = {}
     if not torch.compiler.is_compiling():
-        contexts["context_fn"] = partial(_contexts, policy.current())
+        of_forward = policy.current()
+        contexts["context_fn"] = lambda: (nullcontext(), _Again(of_forward))
     return cast(Found, checkpoint(both, *tensors, use_reentrant=False, preserve_rng_state=False, **contexts))
 
 
@@ -164,10 +165,6 @@ class _Again:
 
     def __exit__(self, *error: Any) -> None:
         self._settings.__exit__(*error)
-
-
-def _contexts(of_forward: Policy) -> tuple[AbstractContextManager[None], _Again]:
-    return nullcontext(), _Again(of_forward)
 
 
 def _both(asked: Asked, *tensors: Any) -> Found:
