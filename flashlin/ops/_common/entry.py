@@ -82,7 +82,7 @@ def linear_entry(function: Callable[P, R]) -> Callable[P, R]:
     Autocast stays on in the function itself, so all functions that compute must be decorated with
     ``without_autocast``. Otherwise it does the same as ``entry``.
     """
-    return _entered(function, _as_it_is)
+    return _entered(function, lambda function, args, kwargs: function(*args, **kwargs))
 
 
 def is_entry(function: Any) -> bool:
@@ -156,10 +156,6 @@ def _on_copies(function: Callable[..., R], under_autocast: Callable[..., Any], a
     given, named = [resolved(x) for x in args], {name: resolved(x) for name, x in kwargs.items()}
     made: R = under_autocast(function, given, named) if any_autocast() else function(*given, **named)
     return made
-
-
-def _as_it_is(function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
-    return function(*args, **kwargs)
 
 
 def _without_autocast(function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
