@@ -37,8 +37,8 @@ class Policy(NamedTuple):
         first that works, and ``rank0`` takes the one that rank 0 measured.
     invariant: no choice depends on the number or length of the sequences of a call, so the result of a row is
         bitwise independent of them. Calls with few long sequences then leave most of a GPU idle.
-    portable: use only kernels that exist for all GPUs. Kernels for one kind of GPU, which are faster and
-        newer, are not used. This shows if such a kernel causes a problem, and avoids it.
+    portable: do not use kernels in Gluon, nor the kernel that computes KDA's gate. Plain Triton kernels
+        replace them. Use this to find out whether such a kernel causes a problem, or to avoid it.
     """
     policy: str = "auto"
     path: str = "auto"

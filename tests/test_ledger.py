@@ -119,7 +119,8 @@ def test_a_default_that_is_left_out_stays_left_out() -> None:
 def test_swapped_tensors_are_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Swapping two tensors in a call inside a real kernel changes its hash; reordering keywords does not."""
     before, original = source_of("flashlin.kernels.dplr.forward", "dplr_prepare"), inspect.getsource
-    for old, new, same in (("K=K, BT=BT", "BT=BT, K=K", True), ("prepare_chunk(q, k,", "prepare_chunk(k, q,", False)):
+    for old, new, same in (("K=K, BT=BT", "BT=BT, K=K", True),
+                           ("prepare_chunk(q, k,", "prepare_chunk(k, q,", False)):
         monkeypatch.setattr(
             inspect, "getsource", lambda function, old=old, new=new: original(function).replace(old, new))
         assert (source_of.__wrapped__("flashlin.kernels.dplr.forward", "dplr_prepare") == before) is same

@@ -59,7 +59,7 @@ class Problem(NamedTuple):
     ranks: the number of ranks that share each sequence; each rank has T of its tokens.
     over: the dimension that ranks divide, ``heads`` or ``tokens``, and ``""`` until the plan decides.
     trial: kernels that have not been run on this kind of GPU may be started.
-    portable: use only kernels that exist for all GPUs.
+    portable: plain Triton kernels replace those in Gluon and the one that computes KDA's gate.
     """
     op: str
     family: str

@@ -1,7 +1,9 @@
 """Functions that the Gluon kernels for Hopper share (``*/overlapping*.py``).
 
-These kernels have a ring of STAGES slots in shared memory. One warp loads the slots in turn with TMA, and
-groups of four warps multiply. Gluon came with Triton 3.5, so only these kernels import this module.
+The scans have a ring of STAGES slots in shared memory. One warp loads the slots in turn with TMA, and groups
+of four warps multiply. The gradients' kernel of ``kernels/dplr`` has no loading warp.
+
+Gluon came with Triton 3.5, so only these kernels import this module.
 """
 
 from triton.experimental import gluon

@@ -37,9 +37,9 @@ NOT_KDA = None, None, None  # beta, A_log and dt_bias, which only Kimi Delta Att
 
 def _ready(x: inputs.Inputs, how: inputs.Scalars) -> inputs.Inputs:
     """Return the inputs with normalized q and k, and with decays in place of the raw gate."""
+    wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     return x._replace(q=l2norm(x.q), k=l2norm(x.k), A_log=None, dt_bias=None,
-                      g=fused_kda_gate(x.g, x.A_log, x.dt_bias, how.lowest,
-                                       torch.promote_types(x.q.dtype, torch.float32)))
+                      g=fused_kda_gate(x.g, x.A_log, x.dt_bias, how.lowest, wide))
 
 
 # Two other ops use this family. Kimi Delta Attention (kda.py) passes beta instead of a and b. Gated DeltaNet

@@ -18,6 +18,7 @@ from flashlin.compat.tracing import numbers
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_floats, check_qkv
 from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.ops._common.casting import wants_grad
 from flashlin.ops._common.chunked import Asked, Request, by_chunks, check_options, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.pipeline import planned
@@ -156,8 +157,8 @@ def run_kda(request: Request, q: Tensor, k: Tensor, v: Tensor, g: Tensor, gate: 
 def computes_gate(request: Request, tensors: tuple[Tensor | None, ...], lowest: float) -> bool:
     """Return True if forward's kernels compute norms and gate of a call, from the raw tensors.
 
-    They do so if the lower bound of the gate guarantees that chunks of 16 tokens fit one decay reference, and
-    if these kernels have run on this kind of GPU (``kernels/dplr/raw.py``).
+    They do so if the lower bound of the gate guarantees that chunks of 16 tokens fit one decay reference.
+    These kernels must have run on this kind of GPU (``kernels/dplr/raw.py``), and kernels must run backward.
 
     tensors: the family's tensors, with q and k not yet normalized, and with the raw gate.
     """
@@ -167,7 +168,14 @@ def computes_gate(request: Request, tensors: tuple[Tensor | None, ...], lowest: 
         return False
     bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
     asked = FAMILY.problem((*tensors, None, bounds), Asked(request.op, False, "chunk", request.state_v_first))
-    return FAMILY.raw is not None and FAMILY.raw.planned(planned(asked, q.device))
+    assert FAMILY.raw is not None
+    if not FAMILY.raw.planned(planned(asked, q.device)):
+        return False
+    if not wants_grad(*tensors, request.h0):
+        return True
+    options = (*(name for name in asked.options if name not in ("A_log", "dt_bias")), FAMILY.raw.option)
+    back = planned(asked._replace(needs_grad=True, options=options), q.device).problem
+    return back.path != "torch" and back.dot == "native"
 
 
 def _with_states(request: Request, tensors: tuple[Tensor | None, ...],

@@ -135,8 +135,8 @@ def _keep(outcomes: Sequence[Tried], target: Target) -> None:
 def _child(trial: Trial, device: torch.device, target: Target, limit: float, small: bool = False) -> Tried:
     """Run one trial in a child process and return its outcome."""
     known = local_results.unwritten(target)  # sent through a pipe, because an argument has at most 128 KiB
-    command = CHILD("--device", str(device), "--op", trial.op, "--dtype", trial.dtype, "--head-dim",
-                    str(trial.head_dim), *["--small"] * small, *["--known"] * bool(known))
+    command = CHILD(f"--device={device}", f"--op={trial.op}", f"--dtype={trial.dtype}",
+                    f"--head-dim={trial.head_dim}", *["--small"] * small, *["--known"] * bool(known))
     ended = run_to_end(command, {"FLASHLIN_CANARY": "trial"}, limit=limit, given=known)
     seconds = round(ended.seconds, 1)
     configs: list[str] = []

@@ -255,3 +255,21 @@ def test_chunks_that_fit_one_reference() -> None:
     fits = (bits[:, :, 1:].sum(2).amin(-1) >= -120).int()
     assert fits.sum() == fits.numel() - 2
     assert torch.equal(served.view(B, -1, HV), F.pad(fits, (0, 0, 0, 1), value=-1))
+
+
+def test_backward_of_a_bounded_gate_in_plain_torch() -> None:
+    """A plan for plain torch also runs the backward of a forward whose kernels computed the gate."""
+    torch.manual_seed(0)
+    given = [torch.randn(1, 20, 2, 16) for _ in "qkvg"] + [torch.rand(1, 20, 2), torch.randn(2),
+                                                           torch.randn(32), torch.randn(1, 2, 16, 16)]
+    found = []
+    for before, after in (("auto", "torch"), ("auto", "auto"), ("torch", "torch")):
+        q, k, v, g, beta, A_log, dt_bias, h0 = leaves = [x.clone().requires_grad_() for x in given]
+        with flashlin.settings(path=before):
+            o, _ = flashlin.chunk_kda(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=h0,
+                                      use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, lower_bound=-5.0)
+        with flashlin.settings(path=after):
+            found.append(torch.autograd.grad(o.square().sum(), leaves))
+    for name, *gradients in zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0"), *found, strict=True):
+        for one in gradients[:2]:
+            torch.testing.assert_close(one, gradients[2], rtol=1e-4, atol=1e-4, msg=name)

@@ -592,7 +592,8 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
                       dict(H=batch.H, HV=HV, K=K, ERASE_RATE=constants["ERASE_RATE"]), part)
                 start_rest(plan, dplr_grads_rest, dict(constants, GAPS=batch.gaps), part)
             else:
-                start_chunks(plan, (dplr_grads, dplr_grads_one, dplr_grads_rest), constants, part, GAPS=batch.gaps)
+                start_chunks(plan, (dplr_grads, dplr_grads_one, dplr_grads_rest), constants, part,
+                             GAPS=batch.gaps)
     # Only families with one writing vector need these zeros. With two writing vectors they are skipped,
     # because the launch would read and write all of dg, the largest gradient.
     if x.b is None:

@@ -17,8 +17,9 @@ class Inputs(NamedTuple):
         Gated DeltaNet 2 only a is given. It is the erase rate per key channel, and v is already multiplied
         by the write rates.
     beta: [B, T, HV], for KDA, or None.
-    A_log: [HV], or None. With A_log, for KDA without gradients, q and k are not normalized yet, and g is the
-        raw gate. The log decays are lowest * sigmoid(exp(A_log) * (g + dt_bias)).
+    A_log: [HV], or None. With A_log (KDA), q and k are not normalized yet, and g is the raw gate. Backward
+        computes these values before it starts kernels. The log decays are
+        lowest * sigmoid(exp(A_log) * (g + dt_bias)).
     dt_bias: [HV, K], or None.
     h0: initial states [N, HV, K, V] or, with ``state_v_first``, [N, HV, V, K]; or None.
     bounds: [N + 1], increasing, within 0 .. T, or None for a dense batch. Sequence n is the rows bounds[n] ..

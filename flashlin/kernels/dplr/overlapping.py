@@ -10,8 +10,8 @@ next one, as in ``kernels/delta/overlapping.py``. With the operands of ``dplr_pr
     h^T = h^T Diag(e^{G_L}) + x^T b_out         with two writing vectors: + v^T k_out
 
 A group of four warps multiplies for 64 columns of v. A separate warp loads the next ROWS rows with TMA into a
-ring buffer of STAGES slots, because loads, barriers and stores for each chunk of 16 tokens would take longer
-than the products. The kernel supports only dense sequences of whole slots (``recipe.py``).
+ring buffer of STAGES slots. Loads, barriers and stores for each chunk of 16 tokens would take longer than the
+products. The kernel supports only dense sequences of whole slots (``recipe.py``).
 """
 
 from triton.experimental import gluon

@@ -2,7 +2,8 @@
 
 The lower bound of the gate guarantees that each chunk of 16 tokens fits one decay reference
 (``one_reference.py``). The tiles of such a chunk fit the registers of two warps, and its triangular system
-needs no products of blocks. Forward computes norms and gate here as well, from raw inputs.
+needs no products of blocks. In forward, this kernel also normalizes q and k and computes the gate. In
+backward, it gets normalized q and k, and the log decays.
 
 q and k are loaded twice if they have to be normalized, because keeping them would need more registers.
 """
@@ -163,7 +164,7 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | 
     """Launch ``dplr_prepare_raw`` and put the operands of the scans into x, as ``prepare`` does.
 
     lowest: the lower bound of the log decays. G: memory for the sums of decays, [B, T, HV, K] in fp32. If it
-    is given, the operands of the reverse scan are computed, too.
+    is given, the operands of the reverse scan are also computed.
     """
     q, launch, back = x["q"], plan.launch("dplr_prepare_raw"), G is not None
     B, T, HV, K = x["g"].shape

@@ -32,7 +32,7 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
 TIMED = (3, 5)
 RAW = {"A_log", "dt_bias", "bounded"}  # options of calls for which raw.py prepares chunks
-# kernels of chunks of 64 tokens beside those of 16
+# kernels of a backward that have chunks of 64 tokens if its scans have chunks of 16
 ONCE = {"gla_sums", "dplr_grads_one", "dplr_overlapped_grads", "dplr_grads_rest"}
 
 

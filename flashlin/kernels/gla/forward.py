@@ -357,7 +357,8 @@ def start_rest(plan: Plan, kernel: Any, constants: dict[str, Any], x: dict[str, 
     # busy. Packed sequences get one program per chunk, since one sequence may be as long as all others
     # together.
     shares = x["S"] if x["bounds"] is not None else max(1, min(x["S"], BUSY // max(1, x["N"] * x["HV"])))
-    start(plan.launch(kernel.fn.__name__), kernel, x["N"] * shares * x["HV"], dict(constants, shares=shares), x)
+    programs = x["N"] * shares * x["HV"]
+    start(plan.launch(kernel.fn.__name__), kernel, programs, dict(constants, shares=shares), x)
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -39,6 +39,7 @@ from flashlin.ops._common.casting import (
     wants_grad,
 )
 from flashlin.ops._common.entry import outside
+from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Operator, kernels
 from flashlin.ops._common.pipeline import TracedCall, exporting, planned, problem_of_heads, traced_over_heads
 from flashlin.ops._common.replay import Call, calls, key_of, run_replayed
@@ -100,7 +101,7 @@ class Raw(NamedTuple):
     tensor: name of a tensor that only calls with raw inputs have.
     kernel: the kernel that reads raw inputs.
     ready: ``ready(x, how)`` returns x with these inputs computed by other ops, and without ``tensor``.
-    option: option of the backward's problem, which tells that the inputs were raw.
+    option: a name that is added to the options of backward's problem if forward got raw inputs.
     """
     tensor: str
     kernel: str
@@ -245,7 +246,10 @@ class Chunked:
 
     def backward_of_raw(self, raw: Raw, x: Any, y: Any, grads: Any, how: Scalars,
                         wanted: frozenset[str]) -> Gradients:
-        """Compute the inputs that forward's kernels computed themselves, then run backward through both."""
+        """Compute the inputs that forward's kernels computed themselves, then run backward through both.
+
+        If kernels cannot run backward now, for example after other ``settings``, plain torch runs it.
+        """
         with torch.enable_grad():
             leaves = x._make(t if t is None or t is x.bounds else t.detach().requires_grad_() for t in x)
             made = raw.ready(leaves, how)
@@ -255,7 +259,9 @@ class Chunked:
         inner = x._make(None if t is None else t.detach() for t in made)
         problem = self.problem(inner, how)
         plan = planned(problem._replace(options=(*problem.options, raw.option)), x.q.device)
-        found = self.backward(plan, inner, y, grads, how, wanted.union(outputs))
+        if plan.problem.path == "torch" or plan.problem.dot != "native":
+            return pulled_back(lambda x: self.on_torch(x, how), x, wanted, grads[:2])
+        found = self.backward(plan, inner, y, grads, how, wanted.union(outputs) if inputs else wanted)
         before = torch.autograd.grad([getattr(made, name) for name in outputs],
                                      [getattr(leaves, name) for name in inputs],
                                      [found[name] for name in outputs]) if inputs else ()
