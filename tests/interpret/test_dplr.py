@@ -273,3 +273,11 @@ def test_backward_of_a_bounded_gate_in_plain_torch() -> None:
     for name, *gradients in zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0"), *found, strict=True):
         for one in gradients[:2]:
             torch.testing.assert_close(one, gradients[2], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_debug_mode_allows_a_state_without_a_gradient() -> None:
+    x = dict(zip(("q", "k", "v", "g", "beta", "initial_state"), leaves("chunk_kda", 1, 9, 1), strict=True))
+    with flashlin.settings(debug=True):
+        o, ht = flashlin.chunk_kda(**x, output_final_state=True)
+        o.sum().backward()
+    assert ht.requires_grad and torch.isfinite(x["q"].grad).all()

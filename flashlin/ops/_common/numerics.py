@@ -104,9 +104,12 @@ def _readable(items: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, x
 
 
-def _check(op: str, called: str, name: str, what: str, why: str, x: Tensor) -> None:
-    """Raise FloatingPointError if x has a value that is not finite; -inf is valid for some inputs."""
-    if without_values(x):
+def _check(op: str, called: str, name: str, what: str, why: str, x: Tensor | None) -> None:
+    """Raise FloatingPointError if x has a value that is not finite; -inf is valid for some inputs.
+
+    x: a tensor, or None for the gradient of an output that the loss does not use.
+    """
+    if x is None or without_values(x):
         return
     x = x.detach()
     wrong = ~torch.isfinite(x)
