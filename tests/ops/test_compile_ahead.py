@@ -118,6 +118,20 @@ def test_backward_compiles_nothing_that_was_not_foreseen(op: Op, shape: Shape, a
     assert not card.by_main and not card.loaded_by_main and not compile_ahead._compiling
 
 
+def test_backward_of_raw_inputs_is_foreseen(card: Card) -> None:
+    """Only the kernels of the gate's and the norms' own backward compile when they are launched."""
+    op = next(op for op in OPS["kda"] if op.layer)
+    given = {name: x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x
+             for name, x in inputs(op, Shape(1, 1024, 2, 64), "cpu").items()}
+    o, _ = flashlin.chunk_kda(**given)
+    for thread in compile_ahead._compiling.values():
+        thread.join()
+    known = len(card.compiled)
+    torch.autograd.grad(o, [x for x in given.values() if isinstance(x, torch.Tensor)], torch.ones_like(o))
+    assert "dplr_prepare_raw" in card.compiled and "dplr_overlapped_grads" in card.compiled[:known]
+    assert {name.partition("_")[0] for name in card.compiled[known:]} <= {"pointwise", "norm"}
+
+
 @pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
 def test_nothing_compiles_again_for_another_batch_or_length(op: Op, card: Card) -> None:
     """A new batch size, length or number of heads compiles no kernel.
