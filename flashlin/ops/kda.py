@@ -162,16 +162,20 @@ def computes_gate(request: Request, tensors: tuple[Tensor | None, ...], lowest: 
 
     tensors: the family's tensors, with q and k not yet normalized, and with the raw gate.
     """
-    q, a = tensors[0], tensors[4]
-    if (lowest < LOWEST or q is None or a is not None or torch.compiler.is_compiling()
-            or request.cp_context or request.process_group):
-        return False
+    q, a, h0 = tensors[0], tensors[4], request.h0
     bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
+    if (lowest < LOWEST or q is None or a is not None or torch.compiler.is_compiling()
+            or request.cp_context is not None or request.process_group is not None):
+        return False
+    # run_chunked, which runs later, raises the errors about these arguments.
+    if not (isinstance(request.state_v_first, int) and (h0 is None or isinstance(h0, Tensor)) and (
+            bounds is None or (isinstance(bounds, Tensor) and not bounds.is_nested and bounds.ndim == 1))):
+        return False
     asked = FAMILY.problem((*tensors, None, bounds), Asked(request.op, False, "chunk", request.state_v_first))
     assert FAMILY.raw is not None
     if not FAMILY.raw.planned(planned(asked, q.device)):
         return False
-    if not wants_grad(*tensors, request.h0):
+    if not wants_grad(*tensors, h0):
         return True
     options = (*(name for name in asked.options if name not in ("A_log", "dt_bias")), FAMILY.raw.option)
     back = planned(asked._replace(needs_grad=True, options=options), q.device).problem

@@ -211,9 +211,10 @@ def delta_inverse(
                              i_h=i_h, H=H, HV=HV, R=R, K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER,
                              HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk for each program; even a loop of one step would keep all masks in registers
-        inverse_of_chunk(k, p, beta, G, A, A_low, betas, scratch, n, first=first, t0=share * BT,
-                         length=length, i_h=i_h, H=H, HV=HV, R=R, K=K, BT=BT, BK=BK, DECAY=DECAY,
-                         EARLIER=EARLIER, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+        inverse_of_chunk(k=k, p=p, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch, n=n,
+                         first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R, K=K, BT=BT,
+                         BK=BK, DECAY=DECAY, EARLIER=EARLIER, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
+                         MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])

@@ -206,11 +206,12 @@ def dplr_prepare_one(
                                    BK=BK, ONE=ONE, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
                                    BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        prepare_from_reference(q, k, a, b, beta, G, q_in, a_in, b_out, k_out=k_out, W=W, M=M, P=P, R=R, N_=N_,
-                               T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
-                               first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT,
-                               BK=BK, ONE=ONE, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
-                               BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+        prepare_from_reference(q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
+                               k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
+                               served=served, scale=scale, n=n, first=first, t0=share * BT, length=length,
+                               i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, TWO_WRITES=TWO_WRITES,
+                               ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
+                               MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T"])

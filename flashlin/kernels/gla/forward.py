@@ -194,8 +194,9 @@ def gla_scores(
             scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0=t0, length=length, i_h=i_h, H=H, K=K,
                             BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0=share * BT, length=length, i_h=i_h, H=H,
-                        K=K, BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
+        scores_of_chunk(q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out, scale=scale, first=first,
+                        t0=share * BT, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER,
+                        PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])

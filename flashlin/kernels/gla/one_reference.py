@@ -117,9 +117,9 @@ def gla_scores_one(
                                   length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER, ONE=ONE,
                                   PRECISION=PRECISION)
     else:  # one chunk per program; a loop that runs once would still keep every mask in registers
-        scores_from_reference(q, k, u, g, G, A, q_in, k_out, served, scale=scale, n=n, first=first,
-                              t0=share * BT, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER,
-                              ONE=ONE, PRECISION=PRECISION)
+        scores_from_reference(q=q, k=k, u=u, g=g, G=G, A=A, q_in=q_in, k_out=k_out, served=served,
+                              scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, K=K,
+                              BT=BT, BK=BK, EARLIER=EARLIER, ONE=ONE, PRECISION=PRECISION)
 
 
 @triton.jit

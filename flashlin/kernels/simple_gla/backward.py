@@ -623,9 +623,9 @@ def simple_gla_shared(
                            t0=t0, length=length, i_s=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV,
                            BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
     else:  # one chunk per program
-        grads_of_share(q, k, v, do, G, states, dstates, dq, dk, dg=dg, scale=scale, n=n, first=first,
-                       t0=i_c * BT, length=length, i_s=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV,
-                       BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
+        grads_of_share(q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg,
+                       scale=scale, n=n, first=first, t0=i_c * BT, length=length, i_s=i_s, H=H, R=R, i_k=i_k,
+                       K=K, V=V, BT=BT, BK=BK, BV=BV, BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
 
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
