@@ -215,8 +215,7 @@ def test_bounded_gates_give_the_operands_of_other_gates(edges: list[int] | None,
     problem = Problem("chunk_kda", "dplr", "chunk", B, T, 2, K, 16, 3 if edges else B, "float32",
                       varlen=bool(edges), options=("beta", "gva"))
     target = probe(torch.device("cpu"))
-    launches = [one for raw in (False, True)
-                for one in recipe.planned(problem, target, False, one=False, raw=raw)]
+    launches = [one for kind in ("halves", "raw") for one in recipe.planned(problem, target, False, kind)]
     plan = Plan(problem, problem, target, tuple(launches), ())
     right = next(Batch(plan, x).parts(plan.launch("dplr_prepare"), scale=0.3))
     ours = {**right, "q": q, "k": k}

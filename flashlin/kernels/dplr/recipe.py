@@ -32,8 +32,6 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
 TIMED = (3, 5)
 RAW = {"A_log", "dt_bias", "bounded"}  # options of calls for which raw.py prepares chunks
-# kernels of a backward that have chunks of 64 tokens if its scans have chunks of 16
-ONCE = {"gla_sums", "dplr_grads_one", "dplr_overlapped_grads", "dplr_grads_rest"}
 
 
 @scans.calm
@@ -51,7 +49,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     problem = problem._replace(options=tuple(name for name in problem.options if name not in RAW))
     whole = _whole(problem, target, narrow)
     if asked and not problem.portable and problem.K <= 2 * WIDE and not halves_all(problem, target):
-        short = planned(problem, target, narrow, one=False, raw=True)
+        short = planned(problem, target, narrow, "raw")
         short = _beside(problem, short, whole) if "bounded" in asked else short
         if short and (target.backend == "interpreter"
                       or all(scans.may_start(one, problem, target) for one in short)):
@@ -65,14 +63,14 @@ def _whole(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]
         # The kernels for the remaining chunks can choose other tiles, so they always avoid the tiles of the
         # known issue hopper-narrow-grads.
         wide = problem._replace(avoid=problem.avoid | trait_set("narrow_grads"))
-        by_one = planned(wide, target, narrow, one=True)
+        by_one = planned(wide, target, narrow, "one")
         # With gradients and heads of 64 channels, chunks of 64 tokens would use 4 % more memory than halved
         # chunks of 32 tokens.
         larger = problem.needs_grad and "b" in problem.options and problem.K <= BLOCK
         fit = by_one[-1].block("BT") == BLOCK <= problem.K and not larger
         if one_is_proven(problem, target, by_one, fit):
             return by_one
-    return planned(problem, target, narrow, one=False)
+    return planned(problem, target, narrow, "halves")
 
 
 def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ...]) -> tuple[Launch, ...]:
@@ -84,20 +82,22 @@ def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ..
     problem: the problem of both. short, whole: the launches of a problem in chunks of 16 tokens, and of 64.
     """
     scanned = {launch.kernel for launch in short}
-    kept = [launch for launch in whole if launch.kernel in ONCE and launch.block("BT") == BLOCK]
-    if len(kept) < 3 or short[-1].part or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned:
+    long = {launch.kernel: launch for launch in whole}
+    finishing = long.get("dplr_overlapped_grads") or long.get("dplr_grads_one")
+    if (finishing is None or finishing.block("BT") != BLOCK or any(launch.part for launch in short)
+            or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned):
         return ()
     serving = scans.over_tokens("dplr_served", problem, dict(BT=BLOCK, BK=padded(problem.K)), num_warps=1)
-    return *kept[:1], *short, serving, *kept[1:]
+    return long["gla_sums"], *short, serving, finishing, long["dplr_grads_rest"]
 
 
-def planned(problem: Problem, target: Target, narrow: bool, one: bool,
-            raw: bool = False) -> tuple[Launch, ...]:
-    """Return the launches of a problem with or without the kernels for one decay reference.
+def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[Launch, ...]:
+    """Return the launches of a problem with one kind of kernels.
 
     narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
-    one: whether chunks that fit one decay reference use it (``one_reference.py``).
-    raw: whether the kernel of ``raw.py`` prepares chunks, which have 16 tokens then.
+    kind: ``halves`` if all chunks are computed by halving, ``one`` if chunks that fit one decay reference use
+        it (``one_reference.py``), ``raw`` if the kernel of ``raw.py`` prepares chunks of 16 tokens. The
+        launches of ``raw`` compute no gradients of chunks.
     """
     bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
@@ -150,7 +150,8 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool,
         """Return the traits of a scan's tile, and of the score and gradient tiles for the same chunks."""
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
-    longest = 16 if raw or (bytes_each == 4 and problem.K > 64) else SHORT if two and not one else BLOCK
+    longest = (16 if kind == "raw" or (bytes_each == 4 and problem.K > 64) else
+               SHORT if two and kind != "one" else BLOCK)
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
                   if config.BT <= longest and (config.num_stages == 1 or (config.BT > SHORT and not two)))
 
@@ -168,12 +169,12 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool,
                  for width in (wide, max(16, wide // 2))]
         every = [way for launch in kinds for way in (launch, *scans.ways(launch, problem))]
         return scans.least_spilled(every, target)
-    if raw:
+    if kind == "raw":
         tile = dict(BT=BT, BK=min(WIDE, padded(problem.K)), REGISTERS=168 if target.backend == "cuda" else 0)
         preparation = [scans.over_tokens("dplr_prepare_raw", problem, tile, 4 * 1024, per_chunk, num_warps=2)]
-        gradients = []  # _beside adds them
+        gradients = []
         scan = scans.deepest(scan, scanning, target)
-    elif one:
+    elif kind == "one":
         strip = BY_ONE_KDA if "beta" in problem.options else BY_ONE
         strip = Strip(min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V)),
                       min(strip.num_warps, warps))
@@ -196,7 +197,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool,
     single = scan._replace(BV=scans.NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
     if narrow:
         scan = scans.deepest(single, scanning, target)
-    kernels = preparation if raw else [scans.channel_sums_launch(problem, BT), *preparation]
+    kernels = [*([] if kind == "raw" else [scans.channel_sums_launch(problem, BT)]), *preparation]
 
     def walk(kernel: str, config: Config, shared: int, tall: bool = False) -> Launch:
         return scans.state_launch(kernel, config, problem, shared, dots, tall, part)
