@@ -220,7 +220,7 @@ def verdict(name: str, parts: int) -> dict[str, Any]:
 
     parts: number of segments of each sequence; 0 means as planned.
 
-    The result has these keys:
+    The result has these keys.
 
         planned       all runs but the first were planned with the overlapping kernel
         same          all runs of the overlapping kernel give bitwise the same results

@@ -52,7 +52,8 @@ def own_rows(undivided, T, H, L, V: gl.constexpr, COLUMNS: gl.constexpr, ROWS: g
 
     The values are: v0, the first column; i_h, the head; n, the sequence; row0, the first row; how many times
     ROWS rows follow; the number of the state that enters the program; and the number of the state that it
-    leaves, or a negative number if nobody needs that. With REVERSE, it runs from the last row to the first.
+    leaves, or a negative number if that state is not needed. With REVERSE, it runs from the last row to the
+    first.
 
     undivided: [N, H] or None. The program of the first segment computes all of an undivided head.
     """

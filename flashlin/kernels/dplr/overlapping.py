@@ -211,6 +211,7 @@ def dplr_overlapped(
     place = (v0, row0, count, entering, leaving, column, (row0 // ROWS + n) * step + i_h * BK, step)
     talls = (W, b_out)
     squares = (M,)
+    # mypy gives each tuple a fixed length, but Gluon runs these statements while it compiles.
     if TWO_WRITES:
         talls = talls + (k_out,)  # type: ignore[assignment]
     if states is None:

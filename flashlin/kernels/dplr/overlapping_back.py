@@ -28,7 +28,7 @@ def multiply_back(group: gl.constexpr, ring, place, dy, dstates, dht, dh0, dy_of
                   HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
     """Compute all rows, from last to first, for BV columns; this is the program of a group of four warps.
 
-    The arguments are those of ``multiply``, with gradients in place of states and outputs.
+    ``multiply`` describes the arguments. Here they contain gradients in place of states and outputs.
     """
     v0, row0, slots, entering, leaving, v_column, table, step = place
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
