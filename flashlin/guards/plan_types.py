@@ -226,6 +226,10 @@ class Plan(NamedTuple):
                     return launch
         raise KeyError(f"{self.asked.op}: no launch of {' or '.join(kernels)} is planned")
 
+    def has(self, kernel: str) -> bool:
+        """Return True if a launch of this kernel is planned."""
+        return any(launch.kernel == kernel for launch in self.launches)
+
     @property
     def part(self) -> int:
         """Return the number of tokens per segment if sequences are split, else 0."""

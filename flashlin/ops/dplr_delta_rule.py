@@ -9,6 +9,7 @@ a reads the state before its decay. Source: Yang et al. 2024 (arXiv 2406.06484);
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from flashlin.ops._common.chunked import (
 )
 from flashlin.ops._common.context_parallel import run_over_ranks
 from flashlin.ops._common.entry import entry
+from flashlin.ops._common.operator import Gradients
+from flashlin.ops._common.pointwise import gradients_of_inputs
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.gates import fused_kda_gate
 from flashlin.ops.norm import l2norm
@@ -42,6 +45,28 @@ def _ready(x: inputs.Inputs, how: inputs.Scalars) -> inputs.Inputs:
                       g=fused_kda_gate(x.g, x.A_log, x.dt_bias, how.lowest, wide))
 
 
+def _backward(x: inputs.Inputs, how: inputs.Scalars, wanted: frozenset[str],
+              run: Callable[[inputs.Inputs, frozenset[str]], Gradients]) -> Gradients:
+    """Return the gradients of raw inputs. ``run`` returns those of normalized q and k, and of the log decays."""
+    normed, gate = wanted & {"q", "k"}, wanted & {"g", "A_log", "dt_bias"}
+    leaves = [x.q.detach().requires_grad_("q" in normed), x.k.detach().requires_grad_("k" in normed)]
+    with torch.enable_grad():
+        made = [l2norm(leaf) for leaf in leaves]
+    found = dict(run(x._replace(q=made[0].detach(), k=made[1].detach()),
+                     wanted - gate | ({"g"} if gate else set())))
+    for name, leaf, y in zip("qk", leaves, made, strict=True):
+        if name in normed:
+            found[name], = torch.autograd.grad(y, leaf, found[name])
+    if gate:
+        assert x.A_log is not None and found["g"] is not None
+        HV, K = x.g.shape[2:]
+        of_gate = gradients_of_inputs("fused_kda_gate", HV, K, found["g"], x.g, x.A_log.view(HV, 1), x.dt_bias,
+                                      bound=how.lowest)
+        found.update(zip(("g", "A_log", "dt_bias"), of_gate, strict=False))
+        found["A_log"] = None if found["A_log"] is None else found["A_log"].view(HV)
+    return found
+
+
 # Two other ops use this family. Kimi Delta Attention (kda.py) passes beta instead of a and b. Gated DeltaNet
 # 2 (gdn2.py) passes only a.
 FAMILY = Chunked("dplr", inputs.Inputs, {
@@ -51,7 +76,7 @@ FAMILY = Chunked("dplr", inputs.Inputs, {
                      hint=" (a beta per value channel needs fused_recurrent)"),
     "A_log": Argument(("HV",), wide=True, optional=True),
     "dt_bias": Argument(("HV", "K"), wide=True, optional=True)}, torch_path.compute,
-    scalars=inputs.Scalars, raw=Raw("A_log", "dplr_prepare_raw", _ready, "bounded"),
+    scalars=inputs.Scalars, raw=Raw(("A_log", "dt_bias"), "dplr_prepare_raw", _ready, _backward),
     over_ranks=run_over_ranks)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from flashlin.compat.tracing import numbers
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_floats, check_qkv
+from flashlin.kernels.dplr.inputs import LOWEST
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.casting import wants_grad
 from flashlin.ops._common.chunked import Asked, Request, by_chunks, check_options, run_chunked
@@ -30,7 +31,6 @@ from flashlin.ops.norm import l2norm
 from flashlin.ops.simple_gla import v_first
 
 CHUNK_SIZES = (32, 64)
-LOWEST = -120 * math.log(2) / 15  # the lowest log decay with which 16 tokens always fit one decay reference
 Gate = tuple[Tensor | None, Tensor | None, float | None]  # A_log, dt_bias, lower bound; see gate_of
 
 
@@ -171,14 +171,13 @@ def computes_gate(request: Request, tensors: tuple[Tensor | None, ...], lowest: 
     if not (isinstance(request.state_v_first, int) and (h0 is None or isinstance(h0, Tensor)) and (
             bounds is None or (isinstance(bounds, Tensor) and not bounds.is_nested and bounds.ndim == 1))):
         return False
-    asked = FAMILY.problem((*tensors, None, bounds), Asked(request.op, False, "chunk", request.state_v_first))
+    x, how = (*tensors, None, bounds), Asked(request.op, False, "chunk", request.state_v_first)
     assert FAMILY.raw is not None
-    if not FAMILY.raw.planned(planned(asked, q.device)):
+    if not planned(FAMILY.problem(x, how), q.device).has(FAMILY.raw.kernel):
         return False
     if not wants_grad(*tensors, h0):
         return True
-    options = (*(name for name in asked.options if name not in ("A_log", "dt_bias")), FAMILY.raw.option)
-    back = planned(asked._replace(needs_grad=True, options=options), q.device).problem
+    back = planned(FAMILY.problem(x, how, back=True), q.device).problem
     return back.path != "torch" and back.dot == "native"
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
-from flashlin.compat.launch import start
 from flashlin.compat.target import probe
 from flashlin.guards.plan_types import Launch, Plan, Problem
 from flashlin.kernels.batch import Batch
@@ -23,8 +22,7 @@ from flashlin.kernels.delta.reference import recurrence as recurrence_of_keys
 from flashlin.kernels.dplr import recipe
 from flashlin.kernels.dplr.forward import prepare
 from flashlin.kernels.dplr.inputs import Inputs
-from flashlin.kernels.dplr.one_reference import dplr_served
-from flashlin.kernels.dplr.raw import prepare_raw
+from flashlin.kernels.dplr.raw import prepare_raw, sums_of_long_chunks
 from flashlin.kernels.dplr.reference import recurrence
 from flashlin.ops import dplr_delta_rule  # noqa: F401  registers the library operators
 from flashlin.testing.compare import judge, poisoned
@@ -198,22 +196,30 @@ def test_a_gate_whose_bound_forgets_nothing_saves_a_pass_over_its_gradient(
     assert launched == passes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["bounded", "float16", "any", "rates"])
 @pytest.mark.parametrize("edges", [None, [0, 13, 13, 40]], ids=["dense", "packed"])
-def test_bounded_gates_give_the_operands_of_other_gates(edges: list[int] | None, dtype: torch.dtype) -> None:
+def test_chunks_of_16_tokens_give_the_operands_of_other_chunks(edges: list[int] | None, kind: str) -> None:
     """``prepare_raw`` and ``prepare`` give the same operands of both scans.
 
     Both have chunks of 16 tokens here, because heads have more than 64 channels in float32. In float16, the
-    gates are weak, because larger factors do not fit.
+    gates are weak, because larger factors do not fit. The kinds "any" and "rates" have gates of any strength,
+    so that some channels of some chunks do not fit one decay reference. The kind "rates" has erase rates per
+    channel.
     """
     torch.manual_seed(0)
+    dtype = torch.float16 if kind == "float16" else torch.float32
     B, T, K = (2 if edges is None else 1), 40, 80
     q, k = (x.to(dtype) for x in (torch.randn(B, T, 1, K), F.normalize(torch.randn(B, T, 1, K) + 3, dim=-1)))
     x = Inputs(q.float(), k.float(), torch.randn(B, T, 2, 16), torch.rand(B, T, 2, K) * -0.4, None, None,
                torch.rand(B, T, 2), None, None, None, None if edges is None else torch.tensor(edges))
-    x = x if dtype == torch.float16 else x._replace(g=x.g * 12.5)
+    if kind != "float16":
+        x = x._replace(g=x.g * 12.5)
+    if kind in ("any", "rates"):
+        x.g[:, 3, 0, 70:], x.g[:, 20:, 1, :10], x.g[:, 25, 1, 1] = -90.0, -20.0, -math.inf
+    if kind == "rates":
+        x = x._replace(a=torch.rand(B, T, 2, K), beta=None)
     problem = Problem("chunk_kda", "dplr", "chunk", B, T, 2, K, 16, 3 if edges else B, "float32",
-                      varlen=bool(edges), options=("beta", "gva"))
+                      varlen=bool(edges), options=("a" if kind == "rates" else "beta", "gva"))
     target = probe(torch.device("cpu"))
     launches = [one for kind in ("halves", "raw") for one in recipe.planned(problem, target, False, kind)]
     plan = Plan(problem, problem, target, tuple(launches), ())
@@ -221,39 +227,50 @@ def test_bounded_gates_give_the_operands_of_other_gates(edges: list[int] | None,
     ours = {**right, "q": q, "k": k}
     with poisoned():
         prepare(plan, right, backward=True)
-        prepare_raw(plan, ours, -5.0, torch.full(x.g.shape, math.inf))
+        prepare_raw(plan, ours, -5.0 if kind in ("bounded", "float16") else -math.inf,
+                    G=torch.full(x.g.shape, math.inf))
     if dtype == torch.float16:
         assert (ours["T_"] - right["T_"]).abs().max() > 2e-4
         ours["T_"] = ours["T_"].float() + ours["T_low"]
         assert (ours["T_"] - right["T_"]).abs().max() < 1e-4
     last = [t for first, end in itertools.pairwise(edges or (0, T)) for t in range(first, end)
             if t == end - 1 or (t - first) % 16 == 15]
-    assert ours["G"].isfinite().all(-1).all(-1).any(0).nonzero().flatten().tolist() == last
+    if kind == "bounded":
+        assert ours["G"].isfinite().all(-1).all(-1).any(0).nonzero().flatten().tolist() == last
     torch.testing.assert_close(ours["G"][:, last], right["G"][:, last])
     for name in ("q_in", "a_in", "b_out", "W", "M", "P", "T_"):
         torch.testing.assert_close(ours[name].float(), right[name], rtol=0, msg=name,
                                    atol=1e-6 if dtype == torch.float32 else 1e-3)
 
 
-def test_chunks_that_fit_one_reference() -> None:
-    """``dplr_served`` stores which chunks fit one decay reference, for each sequence of a batch.
+@pytest.mark.parametrize("gate", [False, True])
+def test_sums_of_long_chunks(gate: bool) -> None:
+    """``dplr_sums`` sums log decays, also those of raw gates, and stores which chunks fit one decay reference.
 
     A chunk fits if no channel forgets more than 120 bits after the first token.
     """
     torch.manual_seed(0)
-    B, T, HV, K, BT = 2, 48, 3, 20, 16
+    B, T, HV, K, BT, lowest = 2, 48, 3, 20, 16, -700.0
     bits = -7.0 * torch.rand(B, T // BT, BT, HV, K)
     bits[0, 1, 9, 1, 19] = -130.0  # the last channel
     bits[1, 2, 15, 0, 3] -= 120.0  # the last token
     bits[1, 0, 0] -= 500.0  # the first token does not count
-    bits[1, 1], bits[1, 1, 5] = 0.0, -120.0  # at the limit
-    G = bits.cumsum(2)
-    served = torch.full((B * (T // BT + 1), HV), -1, dtype=torch.int32)
-    launch = Launch("dplr_served", (), 1, 1, (("BT", BT), ("BK", 32)), 0, 0, frozenset())
-    start(launch, dplr_served, B * T // BT * HV, dict(G=G, served=served, T=T, HV=HV, K=K))
+    bits[1, 1], bits[1, 1, 5] = 0.0, -119.99  # nearly at the limit
+    g = (bits * math.log(2)).flatten(1, 2)
+    x = dict(g=g, A_log=None, dt_bias=None)
+    if gate:
+        A_log, dt_bias = torch.randn(HV), torch.randn(HV, K)
+        x = dict(g=(g / lowest).logit(eps=1e-30) / A_log.exp()[:, None] - dt_bias, A_log=A_log, dt_bias=dt_bias)
+    launch = Launch("dplr_sums", (), 1, 1, (("BT", BT), ("BK", 32)), 0, 0, frozenset())
+    problem = Problem("chunk_kda", "dplr", "chunk", B, T, HV, K, K, B, "float32")
+    plan = Plan(problem, problem, probe(torch.device("cpu")), (launch,), ())
+    x |= dict(slots=B * (T // BT + 1), T=T, HV=HV, bounds=None)
+    with poisoned():
+        sums_of_long_chunks(plan, x, lowest)
     fits = (bits[:, :, 1:].sum(2).amin(-1) >= -120).int()
     assert fits.sum() == fits.numel() - 2
-    assert torch.equal(served.view(B, -1, HV), F.pad(fits, (0, 0, 0, 1), value=-1))
+    assert torch.equal(x["served"].view(B, -1, HV)[:, :-1], fits)
+    torch.testing.assert_close(x["G"], bits.clamp(min=-126).cumsum(2).flatten(1, 2), rtol=1e-4, atol=1e-4)
 
 
 def test_backward_of_a_bounded_gate_in_plain_torch() -> None:

@@ -13,7 +13,7 @@ from flashlin.guards import launch_table
 from flashlin.ops.kda import LOWEST
 from flashlin.testing.record import recording
 
-RAW, SERVED = "dplr_prepare_raw", "dplr_served"
+RAW, SERVED = "dplr_prepare_raw", "dplr_sums"
 
 
 def kernels(machine: str = "H200,triton=3.6.0", op: Callable[..., Any] = flashlin.chunk_kda, *, T: int = 256,

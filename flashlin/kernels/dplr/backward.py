@@ -50,11 +50,11 @@ from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE
 from flashlin.kernels.dplr.forward import erases, prepare, scan_overlapped
 from flashlin.kernels.dplr.inputs import Inputs, Scalars
-from flashlin.kernels.dplr.one_reference import dplr_grads_one, dplr_served
+from flashlin.kernels.dplr.one_reference import dplr_grads_one
 from flashlin.kernels.dplr.parts import dplr_alone
-from flashlin.kernels.dplr.raw import prepare_raw
+from flashlin.kernels.dplr.raw import prepare_raw, sums_of_long_chunks
 from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sums_read
-from flashlin.kernels.gla.forward import halves, start_chunks, start_rest, sums_of_chunks
+from flashlin.kernels.gla.forward import halves, start_chunks, start_rest
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import back_by_transfers, by_transfers, own_part
 from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
@@ -544,16 +544,16 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     finishing = plan.launch("dplr_overlapped_grads", "dplr_grads_one", "dplr_grads")
     reversing = plan.launch("dplr_overlapped_back", "dplr_reverse")
     restoring = plan.launch("dplr_overlapped", "dplr_states")
-    grads = batch.gradients(needs, "q", "k", "v", "g", "a", "b", "beta")
+    grads = batch.gradients(needs, "q", "k", "v", "a", "b", "beta")
+    grads["dg"] = batch.new(K, dtype=torch.float32)
     constants = dict(K=K, V=V, TWO_WRITES=x.b is not None, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
-    short = any(launch.kernel == "dplr_prepare_raw" for launch in plan.launches)
+    short = plan.has("dplr_prepare_raw")
     for part in batch.parts(finishing, **grads, do=do, dht=dht, scale=how.scale):
         if OVERLAPPED in finishing.traits | reversing.traits:
             part["do"] = part["do"].to(x.v.dtype)  # these kernels load tensors of one dtype
         if short:  # the memory of dg contains the sums of short chunks until the last kernels write dg
-            dg = part["dg"]
-            prepare_raw(plan, part, how.lowest, torch.empty_like(part["g"]) if dg is None else dg)
+            prepare_raw(plan, part, how.lowest, G=part["dg"])
         else:
             prepare(plan, part, backward=True)
         part["states"] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
@@ -579,11 +579,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         if short and whole:
             for name in ("G", "q_in", "a_in", "b_out", "P", "T_", "T_low"):
                 del part[name]
-            part["G"] = sums_of_chunks(plan, part)
-            part["served"] = torch.empty(part["slots"], HV, dtype=torch.int32, device=batch.device)
-            serving = plan.launch("dplr_served")
-            start(serving, dplr_served, part["G"].shape[0] * (x.q.shape[1] // serving.block("BT")) * HV,
-                  dict(K=K), part)
+            sums_of_long_chunks(plan, part, how.lowest)
         if whole:
             constants["ERASE_RATE"] = erases(x.a, x.b)
             if OVERLAPPED in finishing.traits:

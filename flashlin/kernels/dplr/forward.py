@@ -377,10 +377,10 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, t
                      VARLEN=batch.packed, PRECISION=precision(plan))
     scanning = plan.launch("dplr_overlapped", "dplr_scan")
     for part in batch.parts(scanning, o=o, ht=ht, scale=how.scale):
-        if x.A_log is None:
-            prepare(plan, part)
+        if plan.has("dplr_prepare_raw"):
+            prepare_raw(plan, part, how.lowest, normalize=x.A_log is not None)
         else:
-            prepare_raw(plan, part, how.lowest)
+            prepare(plan, part)
         by_transfers(batch, part, dplr_alone, constants)
         ends = dict(ERASE_RATE=erases(x.a, x.b), HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht)
         if OVERLAPPED in scanning.traits:

@@ -214,30 +214,6 @@ def dplr_prepare_one(
                                MERGE=MERGE)
 
 
-@triton.jit(do_not_specialize=["T"])
-def dplr_served(
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    served,  # [slots, HV], int32
-    T,  # tokens of a sequence, a multiple of BT
-    HV,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-):
-    """Store 1 in ``served`` for each chunk that fits one decay reference, else 0, like ``dplr_prepare_one``.
-
-    One program serves one chunk and head. All sequences are dense and contain whole chunks. BK is at least K.
-    """
-    program = tl.program_id(0)
-    i_h = program % HV
-    chunk = program // HV
-    columns = tl.arange(0, BK)
-    begin = G + (chunk.to(tl.int64) * BT * HV + i_h) * K + columns
-    end = begin + (BT - 1) * HV * K
-    inside = columns < K
-    forgotten = tl.load(end, mask=inside, other=0.0) - tl.load(begin, mask=inside, other=0.0)
-    slot = chunk + chunk // (T // BT)
-    tl.store(served + slot * HV + i_h, still_served(1, forgotten))
-
-
 @triton.jit
 def grads_from_reference(
     q, k,  # [rows, H, K]

@@ -1,11 +1,12 @@
-"""Operands of the scans for KDA with a bounded gate, in chunks of 16 tokens, with sums of decays inside.
+"""Operands of the scans for one writing vector in chunks of 16 tokens, with sums of decays inside.
 
-The lower bound of the gate guarantees that each chunk of 16 tokens fits one decay reference
-(``one_reference.py``). The tiles of such a chunk fit the registers of two warps, and its triangular system
-needs no products of blocks. In forward, this kernel also normalizes q and k and computes the gate. In
-backward, it gets normalized q and k, and the log decays.
+The tiles of such a chunk fit the registers of two warps, and its triangular system needs no products of
+blocks. Nearly all chunks of 16 tokens fit one decay reference (``one_reference.py``), and a lower bound of the
+gate can guarantee it (LOWEST). Without such a bound, the kernel tests each chunk and each BK channels. If they
+do not fit, it halves them (``forward.py``).
 
-q and k are loaded twice if they have to be normalized, because keeping them would need more registers.
+For KDA as its layer calls it, this kernel also normalizes q and k and computes the gate. q and k are then
+loaded twice, because keeping them would need more registers.
 """
 
 from typing import Any
@@ -18,7 +19,10 @@ from flashlin.compat.descriptors import described
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import precision
-from flashlin.kernels.gla.decays import decays_from, scored
+from flashlin.kernels.dplr.inputs import LOWEST
+from flashlin.kernels.dplr.one_reference import rate_of
+from flashlin.kernels.gla.decays import decays_from, logs, scored, still_served, sums_at
+from flashlin.kernels.gla.forward import halves
 from flashlin.kernels.sequence_split import part_of
 from flashlin.kernels.tile_ops import LOG2_E, beta_of, put, tile
 from flashlin.kernels.triangular_inverse import inverse, merging, product
@@ -35,11 +39,87 @@ def row_of(
 
 
 @triton.jit
+def log_decays(
+    b_g,  # [BT, BK]
+    dt_bias,  # [HV, K], fp32, or None
+    rate, lowest,
+    i_h,
+    columns,  # [BK]
+    K: tl.constexpr,
+):
+    """Return the log decays of raw gates: lowest * sigmoid(rate * (g + dt_bias))."""
+    if dt_bias is not None:
+        b_g += tl.load(dt_bias + i_h * K + columns, mask=columns < K, other=0.0)[None, :]
+    return lowest / (1.0 + tl.exp2(-rate * b_g * LOG2_E))
+
+
+@triton.jit
+def by_reference(
+    L, b_P,  # [BT, BT]
+    b_q, b_k, b_a,  # [BT, BK], fp32
+    b_G,  # [BT, BK]: sums of decays
+    begin, total,  # [BK]: the first and the last row of b_G
+    q_in, b_out,  # [rows, HV, K]
+    scale, first, length, i_h, HV,
+    K: tl.constexpr, k0: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add BK channels to the scores L of a and P of q, with one decay reference, and store q_in and b_out.
+
+    Return L, P, and a times its decay from the chunk's start until it reads the state.
+    """
+    reading, written, entered, left, kept = decays_from(b_G, b_G, begin, total, BT, False)
+    X = b_k * written
+    put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+    put(b_out, X * left[None, :], first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+    L = scored(L, b_a * reading, X, DTYPE, PRECISION)
+    b_P = scored(b_P, b_q * reading, X, DTYPE, PRECISION)
+    return L, b_P, b_a * entered
+
+
+@triton.jit
+def by_halving(
+    L, b_P,  # [BT, BT]
+    b_q, b_k, b_a,  # [BT, BK], fp32
+    b_G,  # [BT, BK]: sums of decays
+    total,  # [BK]: the last row of b_G
+    q_in, b_out,  # [rows, HV, K]
+    G,  # [rows, HV, K], fp32
+    scale, first, length, i_h, HV,
+    K: tl.constexpr, k0: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Do the work of ``by_reference`` by halving, for decays of any strength (see ``prepare_chunk``).
+
+    Only the elements of L and P below the diagonals are valid. The chunk's rows of G are overwritten.
+    """
+    put(G, b_G, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+    tl.debug_barrier()  # other threads read these sums
+    for level in range(4):
+        half = halves(level, BT)
+        second = (half % 2 == 1)[:, None]
+        meeting = tl.minimum(((half | 1) << level) - 1, length - 1)
+        b_M = sums_at(G, meeting, first, 0, i_h, HV, K, k0, BK)
+        decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
+        X1 = (tl.where(second, b_q, b_k) * decay).to(DTYPE)
+        X2 = (tl.where(second, b_a, b_k) * decay).to(DTYPE)
+        cross = tl.dot(X1, tl.trans(X2), input_precision=PRECISION)
+        cross = tl.where((half ^ 1)[:, None] == half[None, :], cross, 0.0)
+        b_P += cross
+        L += tl.trans(cross)
+    entered = tl.exp2(b_G)
+    put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+    put(b_out, b_k * tl.exp2(total[None, :] - b_G), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+    return L, b_P, b_a * entered
+
+
+@triton.jit
 def add_channels(
     L, b_P,  # [BT, BT]
     qk,  # [BT]
     q, k,  # [rows, H, K]
     g,  # [rows, HV, K]
+    a,  # [rows, HV, K], or None
     dt_bias,  # [HV, K], fp32, or None
     q_in, a_in, b_out,  # [rows, HV, K]
     G,  # [rows, HV, K], fp32
@@ -48,7 +128,7 @@ def add_channels(
     rate, scale, lowest,
     first, length, i_qk, i_h, H, HV,
     K: tl.constexpr, k0: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, RAW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NORMALIZE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Add BK channels to the scores L and P and to the diagonal qk of P, and store their operands.
 
@@ -59,28 +139,76 @@ def add_channels(
     b_q = tile(q, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
     b_k = tile(k, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
     if RAW:
-        if dt_bias is not None:
-            b_g += tl.load(dt_bias + i_h * K + columns, mask=columns < K, other=0.0)[None, :]
-        b_g = lowest / (1.0 + tl.exp2(-rate * b_g * LOG2_E))
+        b_g = log_decays(b_g, dt_bias, rate, lowest, i_h, columns, K=K)
+    if NORMALIZE:
         b_q = (b_q.to(tl.float32) * of_q[:, None]).to(b_q.dtype)
         b_k = (b_k.to(tl.float32) * of_k[:, None]).to(b_k.dtype)
     b_q = b_q.to(tl.float32)
     b_k = b_k.to(tl.float32)
-    b_G = tl.cumsum(tl.where((tl.arange(0, BT) < length)[:, None], b_g * LOG2_E, 0.0), 0)
+    b_g = b_g * LOG2_E if BOUNDED else logs(b_g)
+    b_G = tl.cumsum(tl.where((tl.arange(0, BT) < length)[:, None], b_g, 0.0), 0)
+    begin = row_of(b_G, 0, BT)
     total = row_of(b_G, length - 1, BT)
     tl.store(G + ((first + length - 1) * HV + i_h) * K + columns, total, mask=columns < K)
-    reading, written, entered, left, kept = decays_from(b_G, b_G, row_of(b_G, 0, BT), total, BT, False)
     qk += tl.sum(b_q * b_k, 1)
-    X = b_k * written
-    put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    put(b_out, X * left[None, :], first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    b_a = b_k * -b_beta[:, None]
-    L = scored(L, b_a * reading, X, q.dtype.element_ty, PRECISION)
-    b_P = scored(b_P, b_q * reading, X, q.dtype.element_ty, PRECISION)
-    b_a *= entered
+    b_a = b_k * -rate_of(a, b_beta, first, 0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK,
+                         ERASE_RATE=a is not None)
+    if BOUNDED:  # noqa: SIM114  (an old compiler computes both sides of "or")
+        L, b_P, b_a = by_reference(L, b_P, b_q, b_k, b_a, b_G, begin, total, q_in, b_out=b_out, scale=scale,
+                                   first=first, length=length, i_h=i_h, HV=HV, K=K, k0=k0, BT=BT, BK=BK,
+                                   DTYPE=q.dtype.element_ty, PRECISION=PRECISION)
+    elif still_served(1, total - begin) > 0:
+        L, b_P, b_a = by_reference(L, b_P, b_q, b_k, b_a, b_G, begin, total, q_in, b_out=b_out, scale=scale,
+                                   first=first, length=length, i_h=i_h, HV=HV, K=K, k0=k0, BT=BT, BK=BK,
+                                   DTYPE=q.dtype.element_ty, PRECISION=PRECISION)
+    else:
+        L, b_P, b_a = by_halving(L, b_P, b_q, b_k, b_a, b_G, total, q_in, b_out=b_out, G=G, scale=scale,
+                                 first=first, length=length, i_h=i_h, HV=HV, K=K, k0=k0, BT=BT, BK=BK,
+                                 DTYPE=q.dtype.element_ty, PRECISION=PRECISION)
     if a_in is not None:
         put(a_in, b_a, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
     return L, b_P, qk, b_a
+
+
+@triton.jit(do_not_specialize=["T", "lowest"])
+def dplr_sums(
+    g,  # [rows, HV, K]
+    A_log,  # [HV], fp32, or None
+    dt_bias,  # [HV, K], fp32, or None
+    G,  # [rows, HV, K], fp32
+    served,  # [slots, HV], int32
+    lowest,  # lower bound of the log decays
+    T,  # tokens of a sequence, a multiple of BT
+    HV,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+):
+    """Sum the log decays within chunks of BT tokens into G, as ``gla_sums``, and find which chunks fit.
+
+    One program computes one chunk and head. All sequences are dense and contain whole chunks.
+
+    A_log: if given, g contains raw gates, as in ``dplr_prepare_raw``.
+    served: receives 1 for chunks that fit one decay reference, else 0, as in ``dplr_prepare_one``.
+    """
+    program = tl.program_id(0)
+    i_h = program % HV
+    chunk = program // HV
+    first = chunk.to(tl.int64) * BT
+    rate = 1.0
+    if A_log is not None:
+        rate = tl.exp2(tl.load(A_log + i_h) * LOG2_E)
+    serves = 1
+    for k0 in range(0, K, BK):
+        b_g = tile(g, first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+        if A_log is not None:
+            columns = k0 + tl.arange(0, BK)
+            b_g = log_decays(b_g, dt_bias, rate, lowest, i_h, columns, K=K)
+            b_g = tl.where((columns < K)[None, :], b_g, 0.0)
+        b_g = logs(b_g)
+        put(G, tl.cumsum(b_g, 0), first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        b_g = tl.where((tl.arange(0, BT) > 0)[:, None], b_g, 0.0)
+        serves = still_served(serves, tl.sum(b_g, 0))
+    slot = chunk + chunk // (T // BT)
+    tl.store(served + slot * HV + i_h, serves)
 
 
 @described()
@@ -88,7 +216,8 @@ def add_channels(
 def dplr_prepare_raw(
     q, k,  # [rows, H, K]
     g,  # [rows, HV, K]
-    beta,  # [rows, HV]
+    a,  # [rows, HV, K], or None
+    beta,  # [rows, HV], or None
     A_log,  # [HV], fp32, or None
     dt_bias,  # [HV, K], fp32, or None
     q_in, a_in, b_out, W,  # [rows, HV, K]
@@ -99,18 +228,21 @@ def dplr_prepare_raw(
     scale,
     lowest,  # lower bound of the log decays
     T, N, H, HV,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, NORMALIZE: tl.constexpr, BOUNDED: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
     REGISTERS: tl.constexpr,  # bound on the registers per thread, see compat/descriptors.py
 ):
-    """Compute the operands of the scans for all chunks of KDA, with one program per chunk and head.
+    """Compute the operands of the scans for all chunks, with one program per chunk and head.
 
     ``dplr_prepare`` describes the operands. a_in, T_ and T_low, which only the reverse scan reads, may be
     None. K is at most 2 BK.
 
-    A_log: if given, q and k are normalized first, and the log decays are lowest * sigmoid(exp(A_log) * (g +
-        dt_bias)). Otherwise g contains the log decays.
-    G: receives the sum of decays of each chunk, in the chunk's last row. The other rows are not written.
+    a: the erase rates per channel of Gated DeltaNet 2, which has no beta.
+    A_log: if given, the log decays are lowest * sigmoid(exp(A_log) * (g + dt_bias)). Otherwise g contains
+        the log decays.
+    NORMALIZE: first normalize q and k.
+    BOUNDED: all chunks fit one decay reference, so they need no test.
+    G: receives the sum of decays of each chunk, in the chunk's last row. Its other rows may be overwritten.
     """
     RAW: tl.constexpr = A_log is not None
     program = tl.program_id(0)
@@ -126,6 +258,7 @@ def dplr_prepare_raw(
         rate = 1.0
         if RAW:
             rate = tl.exp2(tl.load(A_log + i_h) * LOG2_E)
+        if NORMALIZE:
             for k0 in range(0, K, BK):
                 b_q = tile(q, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
                 b_k = tile(k, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
@@ -133,23 +266,30 @@ def dplr_prepare_raw(
                 of_k += tl.sum(b_k * b_k, 1)
             of_q = tl.rsqrt(of_q + 1e-6)
             of_k = tl.rsqrt(of_k + 1e-6)
-        b_beta = beta_of(beta, first, 0, length, i_h, HV, BT)
+        b_beta = rows.to(tl.float32)  # a placeholder, never read if beta does not replace it
+        if beta is not None:
+            b_beta = beta_of(beta, first, 0, length, i_h, HV, BT)
         L = tl.zeros([BT, BT], dtype=tl.float32)
         b_P = tl.zeros([BT, BT], dtype=tl.float32)
         qk = tl.zeros([BT], dtype=tl.float32)
-        L, b_P, qk, b_a = add_channels(L, b_P, qk, q, k, g, dt_bias, q_in, a_in, b_out=b_out, G=G, of_q=of_q,
-                                       of_k=of_k, b_beta=b_beta, rate=rate, scale=scale, lowest=lowest,
-                                       first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=0,
-                                       BT=BT, BK=BK, RAW=RAW, PRECISION=PRECISION)
+        L, b_P, qk, b_a = add_channels(
+            L, b_P, qk, q, k, g, a, dt_bias, q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k,
+            b_beta=b_beta, rate=rate, scale=scale, lowest=lowest, first=first, length=length, i_qk=i_qk,
+            i_h=i_h, H=H, HV=HV, K=K, k0=0, BT=BT, BK=BK, RAW=RAW, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED,
+            PRECISION=PRECISION)
         if K > BK:
             L, b_P, qk, other_a = add_channels(
-                L, b_P, qk, q, k, g, dt_bias, q_in, a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k,
+                L, b_P, qk, q, k, g, a, dt_bias, q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k,
                 b_beta=b_beta, rate=rate, scale=scale, lowest=lowest, first=first, length=length, i_qk=i_qk,
-                i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT, BK=BK, RAW=RAW, PRECISION=PRECISION)
+                i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT, BK=BK, RAW=RAW, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED,
+                PRECISION=PRECISION)
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         X = inverse(tl.where(below, -L, 0.0), scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)
-        put(M, X * b_beta[None, :], first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        if beta is None:
+            put(M, X, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        else:
+            put(M, X * b_beta[None, :], first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if T_ is not None:
             put(T_, X, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if T_low is not None:
@@ -160,11 +300,12 @@ def dplr_prepare_raw(
             put(W, product(X, other_a, MERGE), first, 0, length, i_h, HV, D=K, d0=BK, BT=BT, BD=BK)
 
 
-def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | None = None) -> None:
+def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, normalize: bool = False,
+                G: torch.Tensor | None = None) -> None:
     """Launch ``dplr_prepare_raw`` and put the operands of the scans into x, as ``prepare`` does.
 
-    lowest: the lower bound of the log decays. G: memory for the sums of decays, [B, T, HV, K] in fp32. If it
-    is given, the operands of the reverse scan are also computed.
+    lowest: the lower bound of the log decays. normalize: first normalize q and k. G: memory for the sums of
+    decays, [B, T, HV, K] in fp32. If it is given, the operands of the reverse scan are also computed.
     """
     q, launch, back = x["q"], plan.launch("dplr_prepare_raw"), G is not None
     B, T, HV, K = x["g"].shape
@@ -179,5 +320,13 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | 
         chunks = x["N"] + (T // BT if T > BT else 0) if packed else B * -(-T // BT)
         scratch = torch.empty(chunks * HV, BT, 16, dtype=torch.float32, device=q.device)
         start(launch, dplr_prepare_raw, chunks * HV, dict(
-            scratch=scratch, lowest=lowest, K=K, VARLEN=packed, PRECISION=precision(plan),
-            MERGE=merging(plan)), x)
+            scratch=scratch, lowest=lowest, K=K, NORMALIZE=normalize, BOUNDED=lowest >= LOWEST, VARLEN=packed,
+            PRECISION=precision(plan), MERGE=merging(plan)), x)
+
+
+def sums_of_long_chunks(plan: Plan, x: dict[str, Any], lowest: float) -> None:
+    """Launch ``dplr_sums`` and put its outputs G and served into x."""
+    (B, T, HV, K), launch = x["g"].shape, plan.launch("dplr_sums")
+    x["G"] = torch.empty(B, T, HV, K, dtype=torch.float32, device=x["g"].device)
+    x["served"] = torch.empty(x["slots"], HV, dtype=torch.int32, device=x["g"].device)
+    start(launch, dplr_sums, B * (T // launch.block("BT")) * HV, dict(lowest=lowest, K=K), x)

@@ -31,7 +31,7 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 # The same for one decay reference. KDA has one rate for all channels, so it needs the fewest tiles.
 BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
 TIMED = (3, 5)
-RAW = {"A_log", "dt_bias", "bounded"}  # options of calls for which raw.py prepares chunks
+RAW = {"A_log", "dt_bias"}  # options of calls for which raw.py computes norms and gate
 
 
 @scans.calm
@@ -48,13 +48,23 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     asked = RAW.intersection(problem.options)
     problem = problem._replace(options=tuple(name for name in problem.options if name not in RAW))
     whole = _whole(problem, target, narrow)
-    if asked and not problem.portable and problem.K <= 2 * WIDE and not halves_all(problem, target):
-        short = planned(problem, target, narrow, "raw")
-        short = _beside(problem, short, whole) if "bounded" in asked else short
-        if short and (target.backend == "interpreter"
-                      or all(scans.may_start(one, problem, target) for one in short)):
-            return short
-    return whole
+    if _writes_twice(problem) or problem.portable or problem.K > 2 * WIDE or halves_all(problem, target):
+        return whole
+    short = planned(problem, target, narrow, "raw")
+    if problem.needs_grad:
+        short = _beside(problem, short, whole)
+    # In plain Triton, chunks of 16 tokens have not been timed for calls whose gates are computed before.
+    suits = asked or any(launch.kernel == "dplr_overlapped" for launch in short)
+    proven = target.backend == "interpreter" or all(scans.may_start(one, problem, target) for one in short)
+    return short if short and suits and proven else whole
+
+
+def _writes_twice(problem: Problem) -> bool:
+    """Return True if two vectors write to the state, or if the options do not tell, as in a traced call.
+
+    Two writing vectors may need more of everything.
+    """
+    return "b" in problem.options or not {"a", "beta"} & set(problem.options)
 
 
 def _whole(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
@@ -87,8 +97,8 @@ def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ..
     if (finishing is None or finishing.block("BT") != BLOCK or any(launch.part for launch in short)
             or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned):
         return ()
-    serving = scans.over_tokens("dplr_served", problem, dict(BT=BLOCK, BK=padded(problem.K)), num_warps=1)
-    return long["gla_sums"], *short, serving, finishing, long["dplr_grads_rest"]
+    serving = scans.over_tokens("dplr_sums", problem, dict(BT=BLOCK, BK=min(32, padded(problem.K))))
+    return *short, serving, finishing, long["dplr_grads_rest"]
 
 
 def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[Launch, ...]:
@@ -101,9 +111,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     """
     bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
-    per_chunk = traits_of(problem, "dot", "mixed_sum")
-    # If the options do not tell, as in a traced call, plan for two writing vectors, which may need more.
-    two = "b" in problem.options or not {"a", "beta"} & set(problem.options)
+    per_chunk, two = traits_of(problem, "dot", "mixed_sum"), _writes_twice(problem)
 
     def scanning(config: Config, tall: int = 3, square: int = 2) -> int:
         """Return the bytes of shared memory that a scan needs.

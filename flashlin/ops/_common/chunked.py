@@ -96,21 +96,18 @@ class Asked(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """Inputs of a family that forward's kernels can compute from raw ones.
+    """Inputs of a family that its kernels can compute from raw ones.
 
-    tensor: name of a tensor that only calls with raw inputs have.
+    tensors: names of the tensors that only calls with raw inputs have; all of them have the first one.
     kernel: the kernel that reads raw inputs.
-    ready: ``ready(x, how)`` returns x with these inputs computed by other ops, and without ``tensor``.
-    option: a name that is added to the options of backward's problem if forward got raw inputs.
+    ready: ``ready(x, how)`` returns x with these inputs computed by other ops, and without ``tensors``.
+    backward: ``backward(x, how, wanted, run)`` returns the gradients of raw inputs x by name. ``run(x,
+        wanted)`` runs backward's kernels with inputs of which at most those that ``kernel`` computes are raw.
     """
-    tensor: str
+    tensors: tuple[str, ...]
     kernel: str
     ready: Callable[[Any, Any], Any]
-    option: str
-
-    def planned(self, plan: Plan) -> bool:
-        """Return True if a plan has the kernel that reads raw inputs."""
-        return any(launch.kernel == self.kernel for launch in plan.launches)
+    backward: Callable[[Any, Any, frozenset[str], Callable[[Any, frozenset[str]], Gradients]], Gradients]
 
 
 @dataclass(eq=False)
@@ -156,10 +153,11 @@ class Chunked:
             while_tracing=self.while_tracing, forward=self.forward,
             kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward, empty=self.empty)
 
-    def problem(self, x: Sequence[Tensor | None], how: Scalars | Asked) -> Problem:
+    def problem(self, x: Sequence[Tensor | None], how: Scalars | Asked, back: bool = False) -> Problem:
         """Return the Problem of a call.
 
         x: the family's tensors in their order, then h0 (not read) and bounds.
+        back: return the problem of backward of a call with raw inputs, which has a plan of its own.
         """
         q, v = x[0], x[2]
         assert q is not None and v is not None
@@ -168,9 +166,14 @@ class Chunked:
             options.append("gva")
         if how.state_v_first:
             options.append("v_first")
-        # Backward of raw inputs has a plan of its own.
-        needs_grad = how.needs_grad and (self.raw is None or self.raw.tensor not in options)
+        needs_grad = back or (how.needs_grad and not self.is_raw(x))
+        if back and self.raw:
+            options = [name for name in options if name not in self.raw.tensors]
         return problem_of_heads(how.call, self.name, how.mode, q, v, x[-1], needs_grad, options)
+
+    def is_raw(self, x: Sequence[Tensor | None]) -> bool:
+        """Return True if some inputs are raw. x: the family's tensors in their order."""
+        return self.raw is not None and x[[*self.arguments].index(self.raw.tensors[0])] is not None
 
     def while_tracing(self, x: Any, how: Scalars) -> TracedCall:
         """Return the facts from which planning chooses a path while torch.compile traces."""
@@ -213,14 +216,14 @@ class Chunked:
 
     def forward(self, plan: Plan, x: Any, how: Scalars, call: Call | None = None) -> Any:
         """Run the family's forward kernels, by a replay if a replay recipe exists."""
-        if self.raw and getattr(x, self.raw.tensor) is not None and not self.raw.planned(plan):
+        if self.raw and self.is_raw(x) and not plan.has(self.raw.kernel):
             x = self.raw.ready(x, how)
         return run_replayed(kernels(self.name, "forward").launch_forward, plan, x, (how,),
                             forward_of=self.operator, call=call, align=True)
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         """Return (o, final state) by plain differentiable torch."""
-        if self.raw and getattr(x, self.raw.tensor) is not None:
+        if self.raw and self.is_raw(x):
             x = self.raw.ready(x, how)
         x = x._replace(h0=x.h0.mT) if how.state_v_first and x.h0 is not None else x
         o, ht = self.torch_path(x, how.scale, **{name: getattr(how, name) for name in self.own})
@@ -232,9 +235,23 @@ class Chunked:
 
     def backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
                  wanted: frozenset[str]) -> Gradients:
-        """Run the family's backward kernels and return gradients by name."""
-        if self.raw and getattr(x, self.raw.tensor) is not None:
-            return self.backward_of_raw(self.raw, x, y, grads, how, wanted)
+        """Run the family's backward kernels and return gradients by name.
+
+        Backward of raw inputs has a plan of its own. If kernels cannot run it now, for example after other
+        ``settings``, plain torch runs it.
+        """
+        if self.raw is None or not self.is_raw(x):
+            return self.launch_backward(plan, x, y, grads, how, wanted)
+        plan = planned(self.problem(x, how, back=True), x.q.device)
+        if plan.problem.path == "torch" or plan.problem.dot != "native":
+            return pulled_back(lambda x: self.on_torch(x, how), x, wanted, grads[:2])
+        raw, plans = self.raw, plan.has(self.raw.kernel)
+        return raw.backward(x, how, wanted, lambda inner, needs: self.launch_backward(
+            plan, inner if plans else raw.ready(inner, how), y, grads, how, needs))
+
+    def launch_backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
+                        wanted: frozenset[str]) -> Gradients:
+        """Run the launches of a backward's plan, by a replay if a replay recipe exists."""
         count = len(x)
         gradients: Gradients = run_replayed(
             kernels(self.name, "backward").launch_backward, plan,
@@ -243,29 +260,6 @@ class Chunked:
                 self.operator.tensors(*given[:count]), how, *given[count:count + 2], wanted,
                 *given[count + 2:]), own=len(y) - 2, align=True)
         return gradients
-
-    def backward_of_raw(self, raw: Raw, x: Any, y: Any, grads: Any, how: Scalars,
-                        wanted: frozenset[str]) -> Gradients:
-        """Compute the inputs that forward's kernels computed themselves, then run backward through both.
-
-        If kernels cannot run backward now, for example after other ``settings``, plain torch runs it.
-        """
-        with torch.enable_grad():
-            leaves = x._make(t if t is None or t is x.bounds else t.detach().requires_grad_() for t in x)
-            made = raw.ready(leaves, how)
-        changed = [name for name, a, b in zip(x._fields, leaves, made, strict=True) if a is not b]
-        outputs = [name for name in changed if getattr(made, name) is not None]
-        inputs = [name for name in changed if name in wanted]
-        inner = x._make(None if t is None else t.detach() for t in made)
-        problem = self.problem(inner, how)
-        plan = planned(problem._replace(options=(*problem.options, raw.option)), x.q.device)
-        if plan.problem.path == "torch" or plan.problem.dot != "native":
-            return pulled_back(lambda x: self.on_torch(x, how), x, wanted, grads[:2])
-        found = self.backward(plan, inner, y, grads, how, wanted.union(outputs) if inputs else wanted)
-        before = torch.autograd.grad([getattr(made, name) for name in outputs],
-                                     [getattr(leaves, name) for name in inputs],
-                                     [found[name] for name in outputs]) if inputs else ()
-        return {**found, **dict(zip(inputs, before, strict=True))}
 
     def trimmed(self, outputs: tuple[Tensor, Tensor], x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         """Return the outputs without the columns that ``cast`` added."""

@@ -25,7 +25,7 @@ from flashlin.ops._common.casting import (
 from flashlin.ops._common.entry import own_nodes
 from flashlin.ops._common.gradients import INSTEAD, once
 from flashlin.ops._common.operator import kernels
-from flashlin.ops._common.pipeline import Planned
+from flashlin.ops._common.pipeline import Planned, planned
 
 
 class Scalars(NamedTuple):
@@ -53,6 +53,25 @@ def run_pointwise(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor 
     """
     outputs = PLANNED.run_planned(tensors, Scalars(family or OPS[op][0], H, K, dtype, bound, op))
     return tuple([y if y.dtype is dtype else y.to(dtype) for y in outputs])
+
+
+def gradients_of_inputs(op: str, H: int, K: int, dy: Tensor, *tensors: Tensor | None,
+                        bound: float | None = None) -> list[Tensor | None]:
+    """Return the gradients of all inputs of ``run_pointwise`` from dy, the gradient of its only output.
+
+    The output is not computed, unless plain torch computes the gradients.
+    """
+    how = Scalars(OPS[op][0], H, K, dy.dtype, bound, op)
+    plan = planned(problem_of(tensors, how)._replace(needs_grad=True), dy.device)
+    if plan.problem.path == "torch" or plan.problem.dot != "native":
+        leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
+        with torch.enable_grad():
+            y, = torch_path.compute(how.family, tuple(leaves), bound, how.dtype)
+        found = iter(torch.autograd.grad(y, [x for x in leaves if x is not None], dy))
+        return [None if x is None else next(found) for x in leaves]
+    gradients: list[Tensor | None] = kernels("pointwise", "backward").launch_backward(
+        plan, contiguous(*tensors), contiguous(dy), bound, True)
+    return gradients
 
 
 def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
