@@ -41,12 +41,15 @@ def op(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def planned(op: str, machine: str = HOPPER, policy: Policy = TRIAL, **facts: Any) -> str:
-    """Return the configuration of the forward scan that is planned for an op."""
+def problem(op: str, **facts: Any) -> flashlin.Problem:
     given: dict[str, Any] = {"B": 2, "T": 1024, "H": 4, "K": 128, "V": 128, "N": 2, "dtype": "bfloat16",
                              "options": ("beta",) if op == "chunk_kda" else ("g",), **facts}
-    problem = flashlin.Problem(op, FAMILY[op], "chunk", **given)
-    [found] = [launch for launch in dispatch.plan(problem, parse(machine), policy).launches
+    return flashlin.Problem(op, FAMILY[op], "chunk", **given)
+
+
+def planned(op: str, machine: str = HOPPER, policy: Policy = TRIAL, **facts: Any) -> str:
+    """Return the configuration of the forward scan that is planned for an op."""
+    [found] = [launch for launch in dispatch.plan(problem(op, **facts), parse(machine), policy).launches
                if launch.kernel in (SCANS[op], PLAIN[op])]
     return found.config
 
@@ -57,7 +60,9 @@ def test_it_is_taken_where_it_has_run(op: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(launch_table, "table", lambda: {config: {"3.6.0": {"compiled": "sm90"}}})
     fresh()
     assert config.startswith(SCANS[op]) and planned(op, policy=Policy()).startswith(PLAIN[op])
-    monkeypatch.setattr(launch_table, "table", lambda: {config: {"3.6.0": {"ran": "sm90"}}})
+    prepares = next(one.config for one in dispatch.plan(problem(op), parse(HOPPER), TRIAL).launches)
+    ran = {one: {"3.6.0": {"ran": "sm90"}} for one in (config, prepares)}
+    monkeypatch.setattr(launch_table, "table", lambda: ran)
     fresh()
     assert planned(op, policy=Policy()) == config
     assert planned(op, policy=Policy(), T=512).startswith(PLAIN[op]), "the host takes longer"

@@ -47,23 +47,21 @@ def _ready(x: inputs.Inputs, how: inputs.Scalars) -> inputs.Inputs:
 
 def _backward(x: inputs.Inputs, how: inputs.Scalars, wanted: frozenset[str],
               run: Callable[[inputs.Inputs, frozenset[str]], Gradients]) -> Gradients:
-    """Return the gradients of raw inputs. ``run`` returns those of normalized q and k, and of the log decays."""
-    normed, gate = wanted & {"q", "k"}, wanted & {"g", "A_log", "dt_bias"}
-    leaves = [x.q.detach().requires_grad_("q" in normed), x.k.detach().requires_grad_("k" in normed)]
+    """Return the gradients of raw inputs. ``run`` gets normalized q and k, and returns dg of the log decays."""
+    gate = wanted & {"g", "A_log", "dt_bias"}
+    leaves = [t.detach().requires_grad_(name in wanted) for name, t in (("q", x.q), ("k", x.k))]
     with torch.enable_grad():
-        made = [l2norm(leaf) for leaf in leaves]
-    found = dict(run(x._replace(q=made[0].detach(), k=made[1].detach()),
-                     wanted - gate | ({"g"} if gate else set())))
-    for name, leaf, y in zip("qk", leaves, made, strict=True):
-        if name in normed:
+        q, k = map(l2norm, leaves)
+    found = dict(run(x._replace(q=q.detach(), k=k.detach()), wanted - gate | ({"g"} if gate else set())))
+    for name, leaf, y in (("q", leaves[0], q), ("k", leaves[1], k)):
+        if name in wanted:
             found[name], = torch.autograd.grad(y, leaf, found[name])
     if gate:
-        assert x.A_log is not None and found["g"] is not None
-        HV, K = x.g.shape[2:]
-        of_gate = gradients_of_inputs("fused_kda_gate", HV, K, found["g"], x.g, x.A_log.view(HV, 1), x.dt_bias,
-                                      bound=how.lowest)
-        found.update(zip(("g", "A_log", "dt_bias"), of_gate, strict=False))
-        found["A_log"] = None if found["A_log"] is None else found["A_log"].view(HV)
+        dg, A_log = found["g"], x.A_log
+        assert dg is not None and A_log is not None
+        found["g"], of_A, found["dt_bias"] = gradients_of_inputs(
+            "fused_kda_gate", *x.g.shape[2:], dg, x.g, A_log[:, None], x.dt_bias, bound=how.lowest)
+        found["A_log"] = None if of_A is None else of_A.flatten()
     return found
 
 

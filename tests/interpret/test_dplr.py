@@ -245,7 +245,7 @@ def test_chunks_of_16_tokens_give_the_operands_of_other_chunks(edges: list[int] 
 
 @pytest.mark.parametrize("gate", [False, True])
 def test_sums_of_long_chunks(gate: bool) -> None:
-    """``dplr_sums`` sums log decays, also those of raw gates, and stores which chunks fit one decay reference.
+    """``dplr_sums`` sums log decays, also of raw gates, and stores which chunks fit one decay reference.
 
     A chunk fits if no channel forgets more than 120 bits after the first token.
     """
@@ -260,7 +260,8 @@ def test_sums_of_long_chunks(gate: bool) -> None:
     x = dict(g=g, A_log=None, dt_bias=None)
     if gate:
         A_log, dt_bias = torch.randn(HV), torch.randn(HV, K)
-        x = dict(g=(g / lowest).logit(eps=1e-30) / A_log.exp()[:, None] - dt_bias, A_log=A_log, dt_bias=dt_bias)
+        raw = (g / lowest).logit(eps=1e-30) / A_log.exp()[:, None] - dt_bias
+        x = dict(g=raw, A_log=A_log, dt_bias=dt_bias)
     launch = Launch("dplr_sums", (), 1, 1, (("BT", BT), ("BK", 32)), 0, 0, frozenset())
     problem = Problem("chunk_kda", "dplr", "chunk", B, T, HV, K, K, B, "float32")
     plan = Plan(problem, problem, probe(torch.device("cpu")), (launch,), ())

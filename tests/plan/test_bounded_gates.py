@@ -1,4 +1,4 @@
-"""Tests of when kernels compute the gate of KDA themselves, and when its backward has chunks of 16 tokens."""
+"""Tests of when kernels compute the gate of KDA themselves, and when its chunks have 16 tokens."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -40,11 +40,32 @@ def test_kernels_compute_a_bounded_gate(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", [
     {"lower_bound": LOWEST - 1e-3}, {"lower_bound": None}, {"use_qk_l2norm_in_kernel": False},
-    {"gate": False}, {"K": 256}, {"dtype": torch.float16}, {"dtype": torch.float32},
-    {"machine": "A100,triton=3.6.0"}, {"settings": {"portable": True}}, {"settings": {"invariant": True}}],
-    ids=str)
-def test_other_gates_are_computed_before(given: dict[str, Any]) -> None:
-    assert {RAW, SERVED}.isdisjoint(kernels(**given, gradients=True))
+    {"gate": False}], ids=str)
+def test_other_gates_are_computed_before_the_chunks_of_16_tokens(given: dict[str, Any]) -> None:
+    found = kernels(**given, gradients=True)
+    assert found[0] in ("norm_forward", "pointwise_gate")
+    assert (found.count(RAW), found.count(SERVED)) == (2, 1) and "dplr_prepare_one" not in found
+
+
+def test_gated_deltanet_2_has_chunks_of_16_tokens() -> None:
+    x = [torch.zeros(1, 256, 4, 128, dtype=torch.bfloat16, requires_grad=True) for _ in "qkvbw"]
+    with flashlin.settings(canary="trial"), recording(parse("H200,triton=3.6.0")) as launches:
+        flashlin.chunk_gdn2(*x[:3], torch.zeros(1, 256, 4, 128), *x[3:])[0].sum().backward()
+    assert [launch.kernel for launch in launches].count(RAW) == 2
+
+
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("given", [
+    {"K": 256}, {"dtype": torch.float16}, {"dtype": torch.float32}, {"machine": "A100,triton=3.6.0"},
+    {"settings": {"portable": True}}, {"settings": {"invariant": True}}], ids=str)
+def test_other_calls_have_longer_chunks(given: dict[str, Any], gate: bool) -> None:
+    assert {RAW, SERVED}.isdisjoint(kernels(**given, gate=gate, gradients=True))
+
+
+@pytest.mark.parametrize("given", [{"T": 250}, {"K": 96}, {"cu_seqlens": torch.tensor([0, 128, 256])},
+                                   {"machine": "H200,triton=3.4.0"}], ids=str)
+def test_computed_gates_have_longer_chunks_if_no_scan_overlaps(given: dict[str, Any]) -> None:
+    assert RAW not in kernels(**given, gate=False)
 
 
 def test_kernels_that_have_not_run_here_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +75,7 @@ def test_kernels_that_have_not_run_here_are_not_used(monkeypatch: pytest.MonkeyP
 
 def test_compiled_code_computes_the_gate_before() -> None:
     found = kernels(op=torch.compile(flashlin.chunk_kda, backend="eager", fullgraph=True))
-    assert RAW not in found and "dplr_overlapped" in found
+    assert found == ["norm_forward", RAW, "dplr_overlapped"], "plain torch computes the gate"
 
 
 @pytest.mark.parametrize(("given", "short"), [
@@ -63,10 +84,11 @@ def test_compiled_code_computes_the_gate_before() -> None:
 def test_backward_has_short_chunks_if_its_scans_overlap(given: dict[str, Any], short: bool) -> None:
     """Backward scans chunks of 16 tokens if both scans are in Gluon and no sequence is split."""
     found = kernels(gradients=True, **given)
-    back = found[found.index("pointwise_gate"):]
+    back = found[found.index("norm_forward"):]
+    assert short == ("pointwise_gate" not in back), "kernels of short chunks compute the gate again"
     assert (RAW in back, SERVED in back, "dplr_prepare_one" in back) == (short, short, not short)
     assert ("dplr_alone" in back) == (given.get("T") == 16384), "only this sequence is split"
     overlapped = {"T": 250, "K": 96}.items().isdisjoint(given.items()) and "cu_seqlens" not in given
     assert {"dplr_overlapped_grads" if overlapped else "dplr_grads_one", "dplr_grads_rest"} <= {*back}
     if short:
-        assert back.index("dplr_overlapped_back") < back.index("gla_sums") < back.index(SERVED)
+        assert back.index("dplr_overlapped_back") < back.index(SERVED) < back.index("dplr_overlapped_grads")

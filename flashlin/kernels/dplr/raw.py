@@ -1,9 +1,9 @@
 """Operands of the scans for one writing vector in chunks of 16 tokens, with sums of decays inside.
 
 The tiles of such a chunk fit the registers of two warps, and its triangular system needs no products of
-blocks. Nearly all chunks of 16 tokens fit one decay reference (``one_reference.py``), and a lower bound of the
-gate can guarantee it (LOWEST). Without such a bound, the kernel tests each chunk and each BK channels. If they
-do not fit, it halves them (``forward.py``).
+blocks. Nearly all chunks of 16 tokens fit one decay reference (``one_reference.py``). A lower bound of the gate
+can guarantee it (LOWEST). Without such a bound, the kernel tests each chunk and each BK channels, and halves
+those that do not fit (``forward.py``).
 
 For KDA as its layer calls it, this kernel also normalizes q and k and computes the gate. q and k are then
 loaded twice, because keeping them would need more registers.
@@ -39,78 +39,14 @@ def row_of(
 
 
 @triton.jit
-def log_decays(
-    b_g,  # [BT, BK]
-    dt_bias,  # [HV, K], fp32, or None
-    rate, lowest,
-    i_h,
-    columns,  # [BK]
-    K: tl.constexpr,
-):
-    """Return the log decays of raw gates: lowest * sigmoid(rate * (g + dt_bias))."""
+def log_decays(b_g, dt_bias, rate, lowest, i_h, columns, K: tl.constexpr):
+    """Return the log decays of raw gates b_g [BT, BK] of head i_h: lowest * sigmoid(rate * (g + dt_bias)).
+
+    dt_bias: [HV, K] or None. columns: [BK], the columns of b_g.
+    """
     if dt_bias is not None:
         b_g += tl.load(dt_bias + i_h * K + columns, mask=columns < K, other=0.0)[None, :]
     return lowest / (1.0 + tl.exp2(-rate * b_g * LOG2_E))
-
-
-@triton.jit
-def by_reference(
-    L, b_P,  # [BT, BT]
-    b_q, b_k, b_a,  # [BT, BK], fp32
-    b_G,  # [BT, BK]: sums of decays
-    begin, total,  # [BK]: the first and the last row of b_G
-    q_in, b_out,  # [rows, HV, K]
-    scale, first, length, i_h, HV,
-    K: tl.constexpr, k0: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add BK channels to the scores L of a and P of q, with one decay reference, and store q_in and b_out.
-
-    Return L, P, and a times its decay from the chunk's start until it reads the state.
-    """
-    reading, written, entered, left, kept = decays_from(b_G, b_G, begin, total, BT, False)
-    X = b_k * written
-    put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    put(b_out, X * left[None, :], first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    L = scored(L, b_a * reading, X, DTYPE, PRECISION)
-    b_P = scored(b_P, b_q * reading, X, DTYPE, PRECISION)
-    return L, b_P, b_a * entered
-
-
-@triton.jit
-def by_halving(
-    L, b_P,  # [BT, BT]
-    b_q, b_k, b_a,  # [BT, BK], fp32
-    b_G,  # [BT, BK]: sums of decays
-    total,  # [BK]: the last row of b_G
-    q_in, b_out,  # [rows, HV, K]
-    G,  # [rows, HV, K], fp32
-    scale, first, length, i_h, HV,
-    K: tl.constexpr, k0: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Do the work of ``by_reference`` by halving, for decays of any strength (see ``prepare_chunk``).
-
-    Only the elements of L and P below the diagonals are valid. The chunk's rows of G are overwritten.
-    """
-    put(G, b_G, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    tl.debug_barrier()  # other threads read these sums
-    for level in range(4):
-        half = halves(level, BT)
-        second = (half % 2 == 1)[:, None]
-        meeting = tl.minimum(((half | 1) << level) - 1, length - 1)
-        b_M = sums_at(G, meeting, first, 0, i_h, HV, K, k0, BK)
-        decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
-        X1 = (tl.where(second, b_q, b_k) * decay).to(DTYPE)
-        X2 = (tl.where(second, b_a, b_k) * decay).to(DTYPE)
-        cross = tl.dot(X1, tl.trans(X2), input_precision=PRECISION)
-        cross = tl.where((half ^ 1)[:, None] == half[None, :], cross, 0.0)
-        b_P += cross
-        L += tl.trans(cross)
-    entered = tl.exp2(b_G)
-    put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    put(b_out, b_k * tl.exp2(total[None, :] - b_G), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    return L, b_P, b_a * entered
 
 
 @triton.jit
@@ -151,20 +87,34 @@ def add_channels(
     total = row_of(b_G, length - 1, BT)
     tl.store(G + ((first + length - 1) * HV + i_h) * K + columns, total, mask=columns < K)
     qk += tl.sum(b_q * b_k, 1)
-    b_a = b_k * -rate_of(a, b_beta, first, 0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK,
-                         ERASE_RATE=a is not None)
-    if BOUNDED:  # noqa: SIM114  (an old compiler computes both sides of "or")
-        L, b_P, b_a = by_reference(L, b_P, b_q, b_k, b_a, b_G, begin, total, q_in, b_out=b_out, scale=scale,
-                                   first=first, length=length, i_h=i_h, HV=HV, K=K, k0=k0, BT=BT, BK=BK,
-                                   DTYPE=q.dtype.element_ty, PRECISION=PRECISION)
-    elif still_served(1, total - begin) > 0:
-        L, b_P, b_a = by_reference(L, b_P, b_q, b_k, b_a, b_G, begin, total, q_in, b_out=b_out, scale=scale,
-                                   first=first, length=length, i_h=i_h, HV=HV, K=K, k0=k0, BT=BT, BK=BK,
-                                   DTYPE=q.dtype.element_ty, PRECISION=PRECISION)
-    else:
-        L, b_P, b_a = by_halving(L, b_P, b_q, b_k, b_a, b_G, total, q_in, b_out=b_out, G=G, scale=scale,
-                                 first=first, length=length, i_h=i_h, HV=HV, K=K, k0=k0, BT=BT, BK=BK,
-                                 DTYPE=q.dtype.element_ty, PRECISION=PRECISION)
+    RATES: tl.constexpr = a is not None
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    b_a = b_k * -rate_of(a, b_beta, first, 0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=RATES)
+    if BOUNDED or still_served(1, total - begin) > 0:
+        reading, written, entered, left, kept = decays_from(b_G, b_G, begin, total, BT, False)
+        X = b_k * written
+        put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        put(b_out, X * left[None, :], first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        L = scored(L, b_a * reading, X, DTYPE, PRECISION)
+        b_P = scored(b_P, b_q * reading, X, DTYPE, PRECISION)
+    else:  # see prepare_chunk; elements of L and P that are not below their diagonals are invalid
+        put(G, b_G, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        tl.debug_barrier()  # other threads read these sums
+        for level in range(4):
+            half = halves(level, BT)
+            second = (half % 2 == 1)[:, None]
+            b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, length - 1), first, 0, i_h, HV, K, k0, BK)
+            decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
+            X1 = (tl.where(second, b_q, b_k) * decay).to(DTYPE)
+            X2 = (tl.where(second, b_a, b_k) * decay).to(DTYPE)
+            cross = tl.dot(X1, tl.trans(X2), input_precision=PRECISION)
+            cross = tl.where((half ^ 1)[:, None] == half[None, :], cross, 0.0)
+            b_P += cross
+            L += tl.trans(cross)
+        entered = tl.exp2(b_G)
+        put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        put(b_out, b_k * tl.exp2(total[None, :] - b_G), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+    b_a *= entered
     if a_in is not None:
         put(a_in, b_a, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
     return L, b_P, qk, b_a
@@ -193,14 +143,12 @@ def dplr_sums(
     i_h = program % HV
     chunk = program // HV
     first = chunk.to(tl.int64) * BT
-    rate = 1.0
-    if A_log is not None:
-        rate = tl.exp2(tl.load(A_log + i_h) * LOG2_E)
     serves = 1
     for k0 in range(0, K, BK):
+        columns = k0 + tl.arange(0, BK)
         b_g = tile(g, first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         if A_log is not None:
-            columns = k0 + tl.arange(0, BK)
+            rate = tl.exp2(tl.load(A_log + i_h) * LOG2_E)
             b_g = log_decays(b_g, dt_bias, rate, lowest, i_h, columns, K=K)
             b_g = tl.where((columns < K)[None, :], b_g, 0.0)
         b_g = logs(b_g)
@@ -315,7 +263,7 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, normalize: bool = 
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
     x.update(q_in=new(K), a_in=new(K, back), b_out=new(K), k_out=None, W=new(K), M=new(BT), P=new(BT), R=None,
              N_=None, T_=new(BT, back), T_low=new(BT, back and q.dtype != torch.float32),
-             G=torch.empty(B, T, HV, K, dtype=torch.float32, device=q.device) if G is None else G)
+             G=torch.empty_like(x["g"], dtype=torch.float32) if G is None else G)
     if T:
         chunks = x["N"] + (T // BT if T > BT else 0) if packed else B * -(-T // BT)
         scratch = torch.empty(chunks * HV, BT, 16, dtype=torch.float32, device=q.device)
@@ -327,6 +275,6 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, normalize: bool = 
 def sums_of_long_chunks(plan: Plan, x: dict[str, Any], lowest: float) -> None:
     """Launch ``dplr_sums`` and put its outputs G and served into x."""
     (B, T, HV, K), launch = x["g"].shape, plan.launch("dplr_sums")
-    x["G"] = torch.empty(B, T, HV, K, dtype=torch.float32, device=x["g"].device)
+    x["G"] = torch.empty_like(x["g"], dtype=torch.float32)
     x["served"] = torch.empty(x["slots"], HV, dtype=torch.int32, device=x["g"].device)
     start(launch, dplr_sums, B * (T // launch.block("BT")) * HV, dict(lowest=lowest, K=K), x)

@@ -308,7 +308,7 @@ def launch_forward(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, 
     HV, K, V = batch.HV, batch.K, batch.V
     o, ht = batch.outputs(out_dtype, has_ht and not in_place, "v_first" in flags)
     ht, states = x.h0 if in_place else ht, None
-    if plan.has("recurrent_backward"):
+    if any(launch.kernel == "recurrent_backward" for launch in plan.launches):
         states = torch.empty(kept(batch.T, batch.N, batch.packed), HV, K, V, dtype=torch.float32,
                              device=batch.device)
     state_row = HV * K * V if x.h0 is None or x.h0.shape[0] <= 1 else x.h0.stride(0)

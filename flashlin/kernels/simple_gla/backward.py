@@ -639,7 +639,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     dht: gradient of the final states, with their layout, or None.
     needs: names of the inputs whose gradients are needed.
     """
-    given, gated = x, plan.has("gate_cumsum")
+    given, gated = x, any(launch.kernel == "gate_cumsum" for launch in plan.launches)
     if gated and x.g is None:
         x = x._replace(g=as_gate(x), gamma=None)
     batch, whole = Batch(plan, x), needs != STATE_ALONE

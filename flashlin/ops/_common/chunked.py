@@ -151,7 +151,8 @@ class Chunked:
             self.name, self.tensors, self.scalars, outputs_of(self.kept), 2, family=self.name,
             problem=self.problem, on_torch=self.on_torch, cast=self.cast, inside=self.inside,
             while_tracing=self.while_tracing, forward=self.forward,
-            kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward, empty=self.empty)
+            kept=lambda x, y, how: (x, (None, None, *y[2:])), empty=self.empty,
+            backward=self.backward if self.raw else self.launch_backward)
 
     def problem(self, x: Sequence[Tensor | None], how: Scalars | Asked, back: bool = False) -> Problem:
         """Return the Problem of a call.
@@ -166,7 +167,7 @@ class Chunked:
             options.append("gva")
         if how.state_v_first:
             options.append("v_first")
-        needs_grad = back or (how.needs_grad and not self.is_raw(x))
+        needs_grad = back or (how.needs_grad and (self.raw is None or not self.is_raw(x)))
         if back and self.raw:
             options = [name for name in options if name not in self.raw.tensors]
         return problem_of_heads(how.call, self.name, how.mode, q, v, x[-1], needs_grad, options)
@@ -240,14 +241,14 @@ class Chunked:
         Backward of raw inputs has a plan of its own. If kernels cannot run it now, for example after other
         ``settings``, plain torch runs it.
         """
-        if self.raw is None or not self.is_raw(x):
+        raw = self.raw
+        if raw is None or not self.is_raw(x):
             return self.launch_backward(plan, x, y, grads, how, wanted)
         plan = planned(self.problem(x, how, back=True), x.q.device)
         if plan.problem.path == "torch" or plan.problem.dot != "native":
             return pulled_back(lambda x: self.on_torch(x, how), x, wanted, grads[:2])
-        raw, plans = self.raw, plan.has(self.raw.kernel)
-        return raw.backward(x, how, wanted, lambda inner, needs: self.launch_backward(
-            plan, inner if plans else raw.ready(inner, how), y, grads, how, needs))
+        return raw.backward(x, how, wanted, lambda x, needs: self.launch_backward(
+            plan, x if plan.has(raw.kernel) else raw.ready(x, how), y, grads, how, needs))
 
     def launch_backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
                         wanted: frozenset[str]) -> Gradients:
