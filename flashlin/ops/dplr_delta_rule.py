@@ -40,27 +40,31 @@ NOT_KDA = None, None, None  # beta, A_log and dt_bias, which only Kimi Delta Att
 
 def _ready(x: inputs.Inputs, how: inputs.Scalars) -> inputs.Inputs:
     """Return the inputs with normalized q and k, and with decays in place of the raw gate."""
+    return _gated(x._replace(q=l2norm(x.q), k=l2norm(x.k)), how)
+
+
+def _gated(x: inputs.Inputs, how: inputs.Scalars) -> inputs.Inputs:
     wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-    return x._replace(q=l2norm(x.q), k=l2norm(x.k), A_log=None, dt_bias=None,
-                      g=fused_kda_gate(x.g, x.A_log, x.dt_bias, how.lowest, wide))
+    return x._replace(A_log=None, dt_bias=None, g=fused_kda_gate(x.g, x.A_log, x.dt_bias, how.lowest, wide))
 
 
-def _backward(x: inputs.Inputs, how: inputs.Scalars, wanted: frozenset[str],
+def _backward(x: inputs.Inputs, how: inputs.Scalars, wanted: frozenset[str], raw: bool,
               run: Callable[[inputs.Inputs, frozenset[str]], Gradients]) -> Gradients:
-    """Return the gradients of raw inputs. ``run`` gets normalized q and k, and returns dg of the log decays."""
+    """Return the gradients of raw inputs. ``run`` returns those of normalized q and k, and of log decays."""
     gate = wanted & {"g", "A_log", "dt_bias"}
-    leaves = [t.detach().requires_grad_(name in wanted) for name, t in (("q", x.q), ("k", x.k))]
     with torch.enable_grad():
+        leaves = [t.detach().requires_grad_(name in wanted) for name, t in (("q", x.q), ("k", x.k))]
         q, k = map(l2norm, leaves)
-    found = dict(run(x._replace(q=q.detach(), k=k.detach()), wanted - gate | ({"g"} if gate else set())))
+    inner = x._replace(q=q.detach(), k=k.detach())
+    needs = wanted - gate | ({"g"} if gate else set())
+    found: dict[str, Any] = {**run(inner if raw else _gated(inner, how), needs)}
     for name, leaf, y in (("q", leaves[0], q), ("k", leaves[1], k)):
         if name in wanted:
             found[name], = torch.autograd.grad(y, leaf, found[name])
     if gate:
-        dg, A_log = found["g"], x.A_log
-        assert dg is not None and A_log is not None
+        A_log = None if x.A_log is None else x.A_log[:, None]
         found["g"], of_A, found["dt_bias"] = gradients_of_inputs(
-            "fused_kda_gate", *x.g.shape[2:], dg, x.g, A_log[:, None], x.dt_bias, bound=how.lowest)
+            "fused_kda_gate", *x.g.shape[2:], found["g"], x.g, A_log, x.dt_bias, bound=how.lowest)
         found["A_log"] = None if of_A is None else of_A.flatten()
     return found
 

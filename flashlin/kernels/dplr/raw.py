@@ -88,15 +88,14 @@ def add_channels(
     tl.store(G + ((first + length - 1) * HV + i_h) * K + columns, total, mask=columns < K)
     qk += tl.sum(b_q * b_k, 1)
     RATES: tl.constexpr = a is not None
-    DTYPE: tl.constexpr = q.dtype.element_ty
     b_a = b_k * -rate_of(a, b_beta, first, 0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=RATES)
     if BOUNDED or still_served(1, total - begin) > 0:
         reading, written, entered, left, kept = decays_from(b_G, b_G, begin, total, BT, False)
         X = b_k * written
         put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         put(b_out, X * left[None, :], first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        L = scored(L, b_a * reading, X, DTYPE, PRECISION)
-        b_P = scored(b_P, b_q * reading, X, DTYPE, PRECISION)
+        L = scored(L, b_a * reading, X, q.dtype.element_ty, PRECISION)
+        b_P = scored(b_P, b_q * reading, X, q.dtype.element_ty, PRECISION)
     else:  # see prepare_chunk; elements of L and P that are not below their diagonals are invalid
         put(G, b_G, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         tl.debug_barrier()  # other threads read these sums
@@ -105,10 +104,10 @@ def add_channels(
             second = (half % 2 == 1)[:, None]
             b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, length - 1), first, 0, i_h, HV, K, k0, BK)
             decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
-            X1 = (tl.where(second, b_q, b_k) * decay).to(DTYPE)
-            X2 = (tl.where(second, b_a, b_k) * decay).to(DTYPE)
-            cross = tl.dot(X1, tl.trans(X2), input_precision=PRECISION)
-            cross = tl.where((half ^ 1)[:, None] == half[None, :], cross, 0.0)
+            X1 = (tl.where(second, b_q, b_k) * decay).to(q.dtype.element_ty)
+            X2 = (tl.where(second, b_a, b_k) * decay).to(q.dtype.element_ty)
+            partner = (half ^ 1)[:, None] == half[None, :]
+            cross = tl.where(partner, tl.dot(X1, tl.trans(X2), input_precision=PRECISION), 0.0)
             b_P += cross
             L += tl.trans(cross)
         entered = tl.exp2(b_G)
@@ -214,7 +213,7 @@ def dplr_prepare_raw(
                 of_k += tl.sum(b_k * b_k, 1)
             of_q = tl.rsqrt(of_q + 1e-6)
             of_k = tl.rsqrt(of_k + 1e-6)
-        b_beta = rows.to(tl.float32)  # a placeholder, never read if beta does not replace it
+        b_beta = tl.full([BT], 1.0, tl.float32)
         if beta is not None:
             b_beta = beta_of(beta, first, 0, length, i_h, HV, BT)
         L = tl.zeros([BT, BT], dtype=tl.float32)
@@ -234,10 +233,7 @@ def dplr_prepare_raw(
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         X = inverse(tl.where(below, -L, 0.0), scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)
-        if beta is None:
-            put(M, X, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        else:
-            put(M, X * b_beta[None, :], first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        put(M, X * b_beta[None, :], first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if T_ is not None:
             put(T_, X, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if T_low is not None:
@@ -255,9 +251,8 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, normalize: bool = 
     lowest: the lower bound of the log decays. normalize: first normalize q and k. G: memory for the sums of
     decays, [B, T, HV, K] in fp32. If it is given, the operands of the reverse scan are also computed.
     """
-    q, launch, back = x["q"], plan.launch("dplr_prepare_raw"), G is not None
-    B, T, HV, K = x["g"].shape
-    BT, packed = launch.block("BT"), x["bounds"] is not None
+    (B, T, HV, K), q, launch = x["g"].shape, x["q"], plan.launch("dplr_prepare_raw")
+    BT, packed, back = launch.block("BT"), x["bounds"] is not None, G is not None
 
     def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None

@@ -101,13 +101,14 @@ class Raw(NamedTuple):
     tensors: names of the tensors that only calls with raw inputs have; all of them have the first one.
     kernel: the kernel that reads raw inputs.
     ready: ``ready(x, how)`` returns x with these inputs computed by other ops, and without ``tensors``.
-    backward: ``backward(x, how, wanted, run)`` returns the gradients of raw inputs x by name. ``run(x,
-        wanted)`` runs backward's kernels with inputs of which at most those that ``kernel`` computes are raw.
+    backward: ``backward(x, how, wanted, raw, run)`` returns the gradients of raw inputs x by name. ``run(x,
+        wanted)`` runs backward's kernels. They read the raw gate if ``raw`` is True, and all other inputs
+        computed.
     """
     tensors: tuple[str, ...]
     kernel: str
     ready: Callable[[Any, Any], Any]
-    backward: Callable[[Any, Any, frozenset[str], Callable[[Any, frozenset[str]], Gradients]], Gradients]
+    backward: Callable[..., Gradients]
 
 
 @dataclass(eq=False)
@@ -247,8 +248,8 @@ class Chunked:
         plan = planned(self.problem(x, how, back=True), x.q.device)
         if plan.problem.path == "torch" or plan.problem.dot != "native":
             return pulled_back(lambda x: self.on_torch(x, how), x, wanted, grads[:2])
-        return raw.backward(x, how, wanted, lambda x, needs: self.launch_backward(
-            plan, x if plan.has(raw.kernel) else raw.ready(x, how), y, grads, how, needs))
+        return raw.backward(x, how, wanted, plan.has(raw.kernel), lambda x, needs: self.launch_backward(
+            plan, x, y, grads, how, needs))
 
     def launch_backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
                         wanted: frozenset[str]) -> Gradients:
