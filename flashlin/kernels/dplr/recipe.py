@@ -97,7 +97,7 @@ def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ..
     if (finishing is None or finishing.block("BT") != BLOCK or any(launch.part for launch in short)
             or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned):
         return ()
-    serving = scans.over_tokens("dplr_sums", problem, dict(BT=BLOCK, BK=min(32, padded(problem.K))))
+    serving = scans.over_tokens("dplr_sums", problem, dict(BT=BLOCK, BK=min(32, padded(problem.K))), num_warps=2)
     return *short, serving, finishing, long["dplr_grads_rest"]
 
 
