@@ -86,8 +86,8 @@ def work(part: int, of: int, ops: list[str], known: dict[str, Any]) -> None:
     """
     flashlin.settings(canary="trial")
     torch.set_num_threads(1)  # the references run on the CPU, with one worker for each core
-    # Neighboring cases share kernels. A worker gets consecutive cases, so that it compiles each kernel once. If
-    # most cases are known, it gets every of-th case instead, so that all workers have something to do.
+    # Neighboring cases share kernels. A worker gets consecutive cases, so that it compiles each kernel once.
+    # If most cases are known, it gets every of-th case instead, so that all workers have something to do.
     todo = [(case, dtype) for dtype in DTYPES for case in cases.CASES if not ops or case.op in ops]
     right = {key(row) for row in known.get("rows", ()) if row["ok"]}
     for case, dtype in todo[part::of] if known else todo[len(todo) * part // of:len(todo) * (part + 1) // of]:

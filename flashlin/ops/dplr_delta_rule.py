@@ -40,12 +40,9 @@ NOT_KDA = None, None, None  # beta, A_log and dt_bias, which only Kimi Delta Att
 
 def _ready(x: inputs.Inputs, how: inputs.Scalars) -> inputs.Inputs:
     """Return the inputs with normalized q and k, and with decays in place of the raw gate."""
-    return _gated(x._replace(q=l2norm(x.q), k=l2norm(x.k)), how)
-
-
-def _gated(x: inputs.Inputs, how: inputs.Scalars) -> inputs.Inputs:
     wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-    return x._replace(A_log=None, dt_bias=None, g=fused_kda_gate(x.g, x.A_log, x.dt_bias, how.lowest, wide))
+    return x._replace(q=l2norm(x.q), k=l2norm(x.k), A_log=None, dt_bias=None,
+                      g=fused_kda_gate(x.g, x.A_log, x.dt_bias, how.lowest, wide))
 
 
 def _backward(x: inputs.Inputs, how: inputs.Scalars, wanted: frozenset[str], raw: bool,
@@ -56,16 +53,18 @@ def _backward(x: inputs.Inputs, how: inputs.Scalars, wanted: frozenset[str], raw
         leaves = [t.detach().requires_grad_(name in wanted) for name, t in (("q", x.q), ("k", x.k))]
         q, k = map(l2norm, leaves)
     inner = x._replace(q=q.detach(), k=k.detach())
-    needs = wanted - gate | ({"g"} if gate else set())
-    found: dict[str, Any] = {**run(inner if raw else _gated(inner, how), needs)}
+    if not raw:
+        inner = inner._replace(A_log=None, dt_bias=None,
+                               g=fused_kda_gate(x.g, x.A_log, x.dt_bias, how.lowest))
+    found: dict[str, Any] = {**run(inner, wanted - gate | ({"g"} if gate else set()))}
     for name, leaf, y in (("q", leaves[0], q), ("k", leaves[1], k)):
         if name in wanted:
             found[name], = torch.autograd.grad(y, leaf, found[name])
     if gate:
-        A_log = None if x.A_log is None else x.A_log[:, None]
-        found["g"], of_A, found["dt_bias"] = gradients_of_inputs(
-            "fused_kda_gate", *x.g.shape[2:], found["g"], x.g, A_log, x.dt_bias, bound=how.lowest)
-        found["A_log"] = None if of_A is None else of_A.flatten()
+        assert x.A_log is not None
+        found["g"], found["A_log"], found["dt_bias"] = gradients_of_inputs(
+            "fused_kda_gate", *x.g.shape[2:], found["g"], x.g, x.A_log[:, None], x.dt_bias, bound=how.lowest)
+        found["A_log"] = found["A_log"].flatten()
     return found
 
 

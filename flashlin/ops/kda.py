@@ -172,8 +172,7 @@ def computes_gate(request: Request, tensors: tuple[Tensor | None, ...], lowest: 
             bounds is None or (isinstance(bounds, Tensor) and not bounds.is_nested and bounds.ndim == 1))):
         return False
     x, how = (*tensors, None, bounds), Asked(request.op, False, "chunk", request.state_v_first)
-    assert FAMILY.raw is not None
-    if not planned(FAMILY.problem(x, how), q.device).has(FAMILY.raw.kernel):
+    if not planned(FAMILY.problem(x, how), q.device).has("dplr_prepare_raw"):
         return False
     if not wants_grad(*tensors, h0):
         return True

@@ -378,7 +378,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, t
     scanning = plan.launch("dplr_overlapped", "dplr_scan")
     for part in batch.parts(scanning, o=o, ht=ht, scale=how.scale):
         if plan.has("dplr_prepare_raw"):
-            prepare_raw(plan, part, how.lowest, normalize=x.A_log is not None)
+            prepare_raw(plan, part, how.lowest)
         else:
             prepare(plan, part)
         by_transfers(batch, part, dplr_alone, constants)

@@ -1,9 +1,9 @@
 """Operands of the scans for one writing vector in chunks of 16 tokens, with sums of decays inside.
 
 The tiles of such a chunk fit the registers of two warps, and its triangular system needs no products of
-blocks. Nearly all chunks of 16 tokens fit one decay reference (``one_reference.py``). A lower bound of the gate
-can guarantee it (LOWEST). Without such a bound, the kernel tests each chunk and each BK channels, and halves
-those that do not fit (``forward.py``).
+blocks. Nearly all chunks of 16 tokens fit one decay reference (``one_reference.py``). A lower bound of the
+gate can guarantee it (LOWEST). Without such a bound, the kernel tests each chunk and each BK channels, and
+halves those that do not fit (``forward.py``).
 
 For KDA as its layer calls it, this kernel also normalizes q and k and computes the gate. q and k are then
 loaded twice, because keeping them would need more registers.
@@ -39,11 +39,12 @@ def row_of(
 
 
 @triton.jit
-def log_decays(b_g, dt_bias, rate, lowest, i_h, columns, K: tl.constexpr):
-    """Return the log decays of raw gates b_g [BT, BK] of head i_h: lowest * sigmoid(rate * (g + dt_bias)).
+def log_decays(b_g, A_log, dt_bias, lowest, i_h, columns, K: tl.constexpr):
+    """Return the log decays of raw gates of head i_h: lowest * sigmoid(exp(A_log) * (b_g + dt_bias)).
 
-    dt_bias: [HV, K] or None. columns: [BK], the columns of b_g.
+    A_log: [HV]. dt_bias: [HV, K] or None. columns: [BK], the columns of b_g [BT, BK].
     """
+    rate = tl.exp2(tl.load(A_log + i_h) * LOG2_E)
     if dt_bias is not None:
         b_g += tl.load(dt_bias + i_h * K + columns, mask=columns < K, other=0.0)[None, :]
     return lowest / (1.0 + tl.exp2(-rate * b_g * LOG2_E))
@@ -56,15 +57,16 @@ def add_channels(
     q, k,  # [rows, H, K]
     g,  # [rows, HV, K]
     a,  # [rows, HV, K], or None
+    A_log,  # [HV], fp32, or None
     dt_bias,  # [HV, K], fp32, or None
     q_in, a_in, b_out,  # [rows, HV, K]
     G,  # [rows, HV, K], fp32
     of_q, of_k,  # [BT]: 1 / length of each row
     b_beta,  # [BT]
-    rate, scale, lowest,
+    scale, lowest,
     first, length, i_qk, i_h, H, HV,
-    K: tl.constexpr, k0: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, RAW: tl.constexpr,
-    NORMALIZE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, k0: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, NORMALIZE: tl.constexpr,
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Add BK channels to the scores L and P and to the diagonal qk of P, and store their operands.
 
@@ -74,13 +76,12 @@ def add_channels(
     b_g = tile(g, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
     b_q = tile(q, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
     b_k = tile(k, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-    if RAW:
-        b_g = log_decays(b_g, dt_bias, rate, lowest, i_h, columns, K=K)
+    if A_log is not None:
+        b_g = log_decays(b_g, A_log, dt_bias, lowest, i_h, columns, K=K)
     if NORMALIZE:
         b_q = (b_q.to(tl.float32) * of_q[:, None]).to(b_q.dtype)
         b_k = (b_k.to(tl.float32) * of_k[:, None]).to(b_k.dtype)
-    b_q = b_q.to(tl.float32)
-    b_k = b_k.to(tl.float32)
+    b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
     b_g = b_g * LOG2_E if BOUNDED else logs(b_g)
     b_G = tl.cumsum(tl.where((tl.arange(0, BT) < length)[:, None], b_g, 0.0), 0)
     begin = row_of(b_G, 0, BT)
@@ -147,15 +148,13 @@ def dplr_sums(
         columns = k0 + tl.arange(0, BK)
         b_g = tile(g, first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         if A_log is not None:
-            rate = tl.exp2(tl.load(A_log + i_h) * LOG2_E)
-            b_g = log_decays(b_g, dt_bias, rate, lowest, i_h, columns, K=K)
+            b_g = log_decays(b_g, A_log, dt_bias, lowest, i_h, columns, K=K)
             b_g = tl.where((columns < K)[None, :], b_g, 0.0)
         b_g = logs(b_g)
         put(G, tl.cumsum(b_g, 0), first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         b_g = tl.where((tl.arange(0, BT) > 0)[:, None], b_g, 0.0)
         serves = still_served(serves, tl.sum(b_g, 0))
-    slot = chunk + chunk // (T // BT)
-    tl.store(served + slot * HV + i_h, serves)
+    tl.store(served + (chunk + chunk // (T // BT)) * HV + i_h, serves)
 
 
 @described()
@@ -191,7 +190,6 @@ def dplr_prepare_raw(
     BOUNDED: all chunks fit one decay reference, so they need no test.
     G: receives the sum of decays of each chunk, in the chunk's last row. Its other rows may be overwritten.
     """
-    RAW: tl.constexpr = A_log is not None
     program = tl.program_id(0)
     i_h = program % HV
     i_qk = i_h // (HV // H)
@@ -202,9 +200,6 @@ def dplr_prepare_raw(
         diagonal = rows[:, None] == rows[None, :]
         of_q = tl.zeros([BT], dtype=tl.float32)
         of_k = tl.zeros([BT], dtype=tl.float32)
-        rate = 1.0
-        if RAW:
-            rate = tl.exp2(tl.load(A_log + i_h) * LOG2_E)
         if NORMALIZE:
             for k0 in range(0, K, BK):
                 b_q = tile(q, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
@@ -220,15 +215,15 @@ def dplr_prepare_raw(
         b_P = tl.zeros([BT, BT], dtype=tl.float32)
         qk = tl.zeros([BT], dtype=tl.float32)
         L, b_P, qk, b_a = add_channels(
-            L, b_P, qk, q, k, g, a, dt_bias, q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k,
-            b_beta=b_beta, rate=rate, scale=scale, lowest=lowest, first=first, length=length, i_qk=i_qk,
-            i_h=i_h, H=H, HV=HV, K=K, k0=0, BT=BT, BK=BK, RAW=RAW, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED,
+            L, b_P, qk, q, k, g, a, A_log, dt_bias, q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q,
+            of_k=of_k, b_beta=b_beta, scale=scale, lowest=lowest, first=first, length=length, i_qk=i_qk,
+            i_h=i_h, H=H, HV=HV, K=K, k0=0, BT=BT, BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED,
             PRECISION=PRECISION)
         if K > BK:
             L, b_P, qk, other_a = add_channels(
-                L, b_P, qk, q, k, g, a, dt_bias, q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k,
-                b_beta=b_beta, rate=rate, scale=scale, lowest=lowest, first=first, length=length, i_qk=i_qk,
-                i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT, BK=BK, RAW=RAW, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED,
+                L, b_P, qk, q, k, g, a, A_log, dt_bias, q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q,
+                of_k=of_k, b_beta=b_beta, scale=scale, lowest=lowest, first=first, length=length, i_qk=i_qk,
+                i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT, BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED,
                 PRECISION=PRECISION)
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
@@ -244,12 +239,11 @@ def dplr_prepare_raw(
             put(W, product(X, other_a, MERGE), first, 0, length, i_h, HV, D=K, d0=BK, BT=BT, BD=BK)
 
 
-def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, normalize: bool = False,
-                G: torch.Tensor | None = None) -> None:
+def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | None = None) -> None:
     """Launch ``dplr_prepare_raw`` and put the operands of the scans into x, as ``prepare`` does.
 
-    lowest: the lower bound of the log decays. normalize: first normalize q and k. G: memory for the sums of
-    decays, [B, T, HV, K] in fp32. If it is given, the operands of the reverse scan are also computed.
+    lowest: the lower bound of the log decays. G: in backward, memory for the sums of decays, [B, T, HV, K] in
+    fp32. Then the operands of the reverse scan are also computed, and q and k are normalized already.
     """
     (B, T, HV, K), q, launch = x["g"].shape, x["q"], plan.launch("dplr_prepare_raw")
     BT, packed, back = launch.block("BT"), x["bounds"] is not None, G is not None
@@ -263,8 +257,8 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, normalize: bool = 
         chunks = x["N"] + (T // BT if T > BT else 0) if packed else B * -(-T // BT)
         scratch = torch.empty(chunks * HV, BT, 16, dtype=torch.float32, device=q.device)
         start(launch, dplr_prepare_raw, chunks * HV, dict(
-            scratch=scratch, lowest=lowest, K=K, NORMALIZE=normalize, BOUNDED=lowest >= LOWEST, VARLEN=packed,
-            PRECISION=precision(plan), MERGE=merging(plan)), x)
+            scratch=scratch, lowest=lowest, K=K, NORMALIZE=x["A_log"] is not None and not back,
+            BOUNDED=lowest >= LOWEST, VARLEN=packed, PRECISION=precision(plan), MERGE=merging(plan)), x)
 
 
 def sums_of_long_chunks(plan: Plan, x: dict[str, Any], lowest: float) -> None:

@@ -51,8 +51,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     if _writes_twice(problem) or problem.portable or problem.K > 2 * WIDE or halves_all(problem, target):
         return whole
     short = planned(problem, target, narrow, "raw")
-    if problem.needs_grad:
-        short = _beside(problem, short, whole)
+    short = _beside(problem, short, whole) if problem.needs_grad else short
     # In plain Triton, chunks of 16 tokens have not been timed for calls whose gates are computed before.
     suits = asked or any(launch.kernel == "dplr_overlapped" for launch in short)
     proven = target.backend == "interpreter" or all(scans.may_start(one, problem, target) for one in short)
@@ -97,8 +96,8 @@ def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ..
     if (finishing is None or finishing.block("BT") != BLOCK or any(launch.part for launch in short)
             or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned):
         return ()
-    serving = scans.over_tokens("dplr_sums", problem, dict(BT=BLOCK, BK=min(32, padded(problem.K))), num_warps=2)
-    return *short, serving, finishing, long["dplr_grads_rest"]
+    sums = scans.over_tokens("dplr_sums", problem, dict(BT=BLOCK, BK=min(32, padded(problem.K))), num_warps=2)
+    return *short, sums, finishing, long["dplr_grads_rest"]
 
 
 def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[Launch, ...]:

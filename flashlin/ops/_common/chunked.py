@@ -166,8 +166,7 @@ class Chunked:
         options = [name for name, at in self.options if x[at] is not None]
         if v.shape[2] != q.shape[2]:
             options.append("gva")
-        if how.state_v_first:
-            options.append("v_first")
+        options += ["v_first"] * how.state_v_first
         needs_grad = back or (how.needs_grad and (self.raw is None or not self.is_raw(x)))
         if back and self.raw:
             options = [name for name in options if name not in self.raw.tensors]
@@ -242,8 +241,7 @@ class Chunked:
         Backward of raw inputs has a plan of its own. If kernels cannot run it now, for example after other
         ``settings``, plain torch runs it.
         """
-        raw = self.raw
-        if raw is None or not self.is_raw(x):
+        if (raw := self.raw) is None or not self.is_raw(x):
             return self.launch_backward(plan, x, y, grads, how, wanted)
         plan = planned(self.problem(x, how, back=True), x.q.device)
         if plan.problem.path == "torch" or plan.problem.dot != "native":

@@ -22,6 +22,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,8 @@ LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.clone.default, at
 NEW = (aten.new_empty.default, aten.new_zeros.default)
 PLAIN = (aten.empty.memory_format, aten.empty_strided.default)
 
+# The GPU for which this thread foresees kernels, since tensors without memory are on no GPU.
+place: ContextVar[torch.device | None] = ContextVar("place", default=None)
 _compiling: dict[Any, threading.Thread] = {}
 _foreseen: set[Any] = set()
 if hasattr(os, "register_at_fork"):  # a forked child does not inherit these threads
@@ -232,6 +235,7 @@ def foresee(queue: Queue, plan: Plan, operator: Any, x: Any, how: Any, made: Any
 
     def shadow(t: Tensor | None) -> Tensor | None:
         return None if t is None else shadows.setdefault(id(t), like(t))
+    before = place.set(torch.device("cuda", queue.device))
     try:
         kept_x, kept_y = operator.kept(x, operator.outputs(*made), how)
         x, y = operator.tensors(*map(shadow, kept_x)), operator.outputs(*map(shadow, kept_y))
@@ -244,6 +248,8 @@ def foresee(queue: Queue, plan: Plan, operator: Any, x: Any, how: Any, made: Any
         # not fail because of it. Backward compiles the missing kernels and raises real errors.
         # tests/ops/test_compile_ahead.py fails if no kernel was compiled here.
         pass
+    finally:
+        place.reset(before)
 
 
 def like(t: Tensor) -> Tensor:

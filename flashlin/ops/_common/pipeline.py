@@ -26,6 +26,7 @@ from flashlin.compat.target import probe
 from flashlin.guards import deferred_checks
 from flashlin.guards.plan_types import Plan, Problem, UnsupportedError
 from flashlin.kernels.remedies import REMEDIES
+from flashlin.ops._common import compile_ahead
 from flashlin.ops._common.casting import DTYPE_NAMES, strictest
 from flashlin.ops._common.replay import calls, remember
 from flashlin.trial import canary
@@ -125,6 +126,7 @@ def planned(problem: Problem, device: torch.device) -> Plan:
     """
     if deferred_checks.owed:
         deferred_checks.poll()
+    device = (device.type == "meta" and compile_ahead.place.get()) or device
     the_plan = dispatch.plan(problem, probe(device), policy.current())
     if the_plan.refused:
         raise UnsupportedError(the_plan)

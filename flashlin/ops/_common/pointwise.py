@@ -67,11 +67,10 @@ def gradients_of_inputs(op: str, H: int, K: int, dy: Tensor, *tensors: Tensor | 
         leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
         with torch.enable_grad():
             y, = torch_path.compute(how.family, tuple(leaves), bound, how.dtype)
-        found = iter(torch.autograd.grad(y, [x for x in leaves if x is not None], dy))
-        return [None if x is None else next(found) for x in leaves]
-    gradients: list[Tensor | None] = kernels("pointwise", "backward").launch_backward(
-        plan, contiguous(*tensors), contiguous(dy), bound, True)
-    return gradients
+        torch.autograd.backward(y, dy)
+        return [None if x is None else x.grad for x in leaves]
+    launch = kernels("pointwise", "backward").launch_backward
+    return [*launch(plan, contiguous(*tensors), contiguous(dy), bound, True)]
 
 
 def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
