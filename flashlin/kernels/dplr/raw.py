@@ -23,6 +23,7 @@ from flashlin.kernels.dplr.inputs import LOWEST
 from flashlin.kernels.dplr.one_reference import rate_of
 from flashlin.kernels.gla.decays import decays_from, logs, scored, still_served, sums_at
 from flashlin.kernels.gla.forward import halves
+from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import part_of
 from flashlin.kernels.tile_ops import LOG2_E, beta_of, put, tile
 from flashlin.kernels.triangular_inverse import inverse, merging, product
@@ -143,17 +144,16 @@ def dplr_sums(
     i_h = program % HV
     chunk = program // HV
     first = chunk.to(tl.int64) * BT
-    serves = 1
     for k0 in range(0, K, BK):
-        columns = k0 + tl.arange(0, BK)
         b_g = tile(g, first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         if A_log is not None:
-            b_g = log_decays(b_g, A_log, dt_bias, lowest, i_h, columns, K=K)
-            b_g = tl.where((columns < K)[None, :], b_g, 0.0)
-        b_g = logs(b_g)
-        put(G, tl.cumsum(b_g, 0), first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        b_g = tl.where((tl.arange(0, BT) > 0)[:, None], b_g, 0.0)
-        serves = still_served(serves, tl.sum(b_g, 0))
+            b_g = log_decays(b_g, A_log, dt_bias, lowest, i_h, k0 + tl.arange(0, BK), K=K)
+        put(G, tl.cumsum(logs(b_g), 0), first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+    tl.debug_barrier()  # other threads read these sums
+    serves = 1
+    for k0 in range(0, K, BK):
+        begin = sum_of_chunk(G, 0, first, 0, i_h, HV, K, k0, BK)
+        serves = still_served(serves, sum_of_chunk(G, BT - 1, first, 0, i_h, HV, K, k0, BK) - begin)
     tl.store(served + (chunk + chunk // (T // BT)) * HV + i_h, serves)
 
 
