@@ -77,7 +77,7 @@ FAMILY = Chunked("dplr", inputs.Inputs, {
                      hint=" (a beta per value channel needs fused_recurrent)"),
     "A_log": Argument(("HV",), wide=True, optional=True),
     "dt_bias": Argument(("HV", "K"), wide=True, optional=True)}, torch_path.compute,
-    scalars=inputs.Scalars, raw=Raw(("A_log", "dt_bias"), "dplr_prepare_raw", _ready, _backward),
+    scalars=inputs.Scalars, raw=Raw("A_log", "dplr_prepare_raw", _ready, _backward),
     over_ranks=run_over_ranks)
 
 

@@ -2,7 +2,7 @@
 
 The tiles of such a chunk fit the registers of two warps, and its triangular system needs no products of
 blocks. Nearly all chunks of 16 tokens fit one decay reference (``one_reference.py``). A lower bound of the
-gate can guarantee it (LOWEST). Without such a bound, the kernel tests each chunk and each BK channels, and
+gate can guarantee it (LOWEST in ``inputs.py``). Without such a bound, the kernel tests each chunk and each BK channels, and
 halves those that do not fit (``forward.py``).
 
 For KDA as its layer calls it, this kernel also normalizes q and k and computes the gate. q and k are then
@@ -19,7 +19,6 @@ from flashlin.compat.descriptors import described
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import precision
-from flashlin.kernels.dplr.inputs import LOWEST
 from flashlin.kernels.dplr.one_reference import rate_of
 from flashlin.kernels.gla.decays import decays_from, logs, scored, still_served, sums_at
 from flashlin.kernels.gla.forward import halves
@@ -83,7 +82,7 @@ def add_channels(
         b_q = (b_q.to(tl.float32) * of_q[:, None]).to(b_q.dtype)
         b_k = (b_k.to(tl.float32) * of_k[:, None]).to(b_k.dtype)
     b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
-    b_g = b_g * LOG2_E if BOUNDED else logs(b_g)
+    b_g = b_g * LOG2_E if BOUNDED > 0 else logs(b_g)
     b_G = tl.cumsum(tl.where((tl.arange(0, BT) < length)[:, None], b_g, 0.0), 0)
     begin = row_of(b_G, 0, BT)
     total = row_of(b_G, length - 1, BT)
@@ -91,7 +90,7 @@ def add_channels(
     qk += tl.sum(b_q * b_k, 1)
     RATES: tl.constexpr = a is not None
     b_a = b_k * -rate_of(a, b_beta, first, 0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=RATES)
-    if BOUNDED or still_served(1, total - begin) > 0:
+    if BOUNDED > 0 or still_served(1, total - begin) > 0:
         reading, written, entered, left, kept = decays_from(b_G, b_G, begin, total, BT, False)
         X = b_k * written
         put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -158,7 +157,7 @@ def dplr_sums(
 
 
 @described()
-@triton.jit(do_not_specialize=["T", "N", "scale", "lowest"])
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale", "lowest"])
 def dplr_prepare_raw(
     q, k,  # [rows, H, K]
     g,  # [rows, HV, K]
@@ -187,7 +186,7 @@ def dplr_prepare_raw(
     A_log: if given, the log decays are lowest * sigmoid(exp(A_log) * (g + dt_bias)). Otherwise g contains
         the log decays.
     NORMALIZE: first normalize q and k.
-    BOUNDED: all chunks fit one decay reference, so they need no test.
+    BOUNDED: 1 if all chunks fit one decay reference, so that they need no test, else 0.
     G: receives the sum of decays of each chunk, in the chunk's last row. Its other rows may be overwritten.
     """
     program = tl.program_id(0)
@@ -258,7 +257,7 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | 
         scratch = torch.empty(chunks * HV, BT, 16, dtype=torch.float32, device=q.device)
         start(launch, dplr_prepare_raw, chunks * HV, dict(
             scratch=scratch, lowest=lowest, K=K, NORMALIZE=x["A_log"] is not None and not back,
-            BOUNDED=lowest >= LOWEST, VARLEN=packed, PRECISION=precision(plan), MERGE=merging(plan)), x)
+            VARLEN=packed, PRECISION=precision(plan), MERGE=merging(plan)), x)
 
 
 def sums_of_long_chunks(plan: Plan, x: dict[str, Any], lowest: float) -> None:

@@ -50,7 +50,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     whole = _whole(problem, target, narrow)
     if _writes_twice(problem) or problem.portable or problem.K > 2 * WIDE or halves_all(problem, target):
         return whole
-    short = planned(problem, target, narrow, "raw")
+    short = planned(problem, target, narrow, "bounded" if asked else "short")
     short = _beside(problem, short, whole) if problem.needs_grad else short
     # In plain Triton, chunks of 16 tokens have not been timed for calls whose gates are computed before.
     suits = asked or any(launch.kernel == "dplr_overlapped" for launch in short)
@@ -105,9 +105,10 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
 
     narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
     kind: ``halves`` if all chunks are computed by halving, ``one`` if chunks that fit one decay reference use
-        it (``one_reference.py``), ``raw`` if the kernel of ``raw.py`` prepares chunks of 16 tokens. The
-        launches of ``raw`` compute no gradients of chunks.
+        it (``one_reference.py``), ``short`` if the kernel of ``raw.py`` prepares chunks of 16 tokens, and
+        ``bounded`` if these chunks always fit. The launches of the last two compute no gradients of chunks.
     """
+    short = kind in ("short", "bounded")
     bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
     per_chunk, two = traits_of(problem, "dot", "mixed_sum"), _writes_twice(problem)
@@ -157,7 +158,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         """Return the traits of a scan's tile, and of the score and gradient tiles for the same chunks."""
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
-    longest = (16 if kind == "raw" or (bytes_each == 4 and problem.K > 64) else
+    longest = (16 if short or (bytes_each == 4 and problem.K > 64) else
                SHORT if two and kind != "one" else BLOCK)
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
                   if config.BT <= longest and (config.num_stages == 1 or (config.BT > SHORT and not two)))
@@ -176,8 +177,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
                  for width in (wide, max(16, wide // 2))]
         every = [way for launch in kinds for way in (launch, *scans.ways(launch, problem))]
         return scans.least_spilled(every, target)
-    if kind == "raw":
-        tile = dict(BT=BT, BK=min(WIDE, padded(problem.K)), REGISTERS=168 if target.backend == "cuda" else 0)
+    if short:
+        tile = dict(BT=BT, BK=min(WIDE, padded(problem.K)), BOUNDED=int(kind == "bounded"),
+                    REGISTERS=168 if target.backend == "cuda" else 0)
         preparation = [scans.over_tokens("dplr_prepare_raw", problem, tile, 4 * 1024, per_chunk, num_warps=2)]
         gradients = []
         scan = scans.deepest(scan, scanning, target)
@@ -204,7 +206,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     single = scan._replace(BV=scans.NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
     if narrow:
         scan = scans.deepest(single, scanning, target)
-    kernels = [*([] if kind == "raw" else [scans.channel_sums_launch(problem, BT)]), *preparation]
+    kernels = [*([] if short else [scans.channel_sums_launch(problem, BT)]), *preparation]
 
     def walk(kernel: str, config: Config, shared: int, tall: bool = False) -> Launch:
         return scans.state_launch(kernel, config, problem, shared, dots, tall, part)

@@ -98,14 +98,14 @@ class Asked(NamedTuple):
 class Raw(NamedTuple):
     """Inputs of a family that its kernels can compute from raw ones.
 
-    tensors: names of the tensors that only calls with raw inputs have; all of them have the first one.
+    tensor: name of a tensor that only calls with raw inputs have.
     kernel: the kernel that reads raw inputs.
-    ready: ``ready(x, how)`` returns x with these inputs computed by other ops, and without ``tensors``.
+    ready: ``ready(x, how)`` returns x with these inputs computed by other ops, and without ``tensor``.
     backward: ``backward(x, how, wanted, raw, run)`` returns the gradients of raw inputs x by name. ``run(x,
         wanted)`` runs backward's kernels. They read the raw gate if ``raw`` is True, and all other inputs
         computed.
     """
-    tensors: tuple[str, ...]
+    tensor: str
     kernel: str
     ready: Callable[[Any, Any], Any]
     backward: Callable[..., Gradients]
@@ -159,7 +159,8 @@ class Chunked:
         """Return the Problem of a call.
 
         x: the family's tensors in their order, then h0 (not read) and bounds.
-        back: return the problem of backward of a call with raw inputs, which has a plan of its own.
+        back: return the problem of forward and backward of a call with raw inputs. Its forward has another
+            plan, because backward may need other kernels.
         """
         q, v = x[0], x[2]
         assert q is not None and v is not None
@@ -168,13 +169,11 @@ class Chunked:
             options.append("gva")
         options += ["v_first"] * how.state_v_first
         needs_grad = back or (how.needs_grad and (self.raw is None or not self.is_raw(x)))
-        if back and self.raw:
-            options = [name for name in options if name not in self.raw.tensors]
         return problem_of_heads(how.call, self.name, how.mode, q, v, x[-1], needs_grad, options)
 
     def is_raw(self, x: Sequence[Tensor | None]) -> bool:
         """Return True if some inputs are raw. x: the family's tensors in their order."""
-        return self.raw is not None and x[[*self.arguments].index(self.raw.tensors[0])] is not None
+        return self.raw is not None and x[[*self.arguments].index(self.raw.tensor)] is not None
 
     def while_tracing(self, x: Any, how: Scalars) -> TracedCall:
         """Return the facts from which planning chooses a path while torch.compile traces."""
