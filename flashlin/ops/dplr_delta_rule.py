@@ -117,7 +117,8 @@ def chunk_dplr_delta_rule(
             which changes the result only by rounding.
         disable_recompute: accepted for compatibility; backward always recomputes.
         cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``.
-        lower_bound: below 0 or None, accepted for compatibility like safe_gate.
+        lower_bound: below 0 or None. In fla the caller promises that no log decay is below it, so that chunks
+            of 64 tokens are accurate. Here decays of any strength are exact, so it changes nothing.
         process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
         **unknown: raises an error that names the unknown keyword.
 
