@@ -1,7 +1,7 @@
 """Delta rules with a decay per key channel in Triton's interpreter, beyond their cases.
 
 The tests cover batches in slices, rows of no sequence, decays that forget everything, the library operator,
-and the kernels for bounded gates.
+and the kernels for chunks of 16 tokens.
 """
 from __future__ import annotations
 

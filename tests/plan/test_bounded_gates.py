@@ -13,7 +13,7 @@ from flashlin.guards import launch_table
 from flashlin.ops.kda import LOWEST
 from flashlin.testing.record import recording
 
-RAW, SERVED = "dplr_prepare_raw", "dplr_sums"
+RAW, SUMS = "dplr_prepare_raw", "dplr_sums"
 
 
 def kernels(machine: str = "H200,triton=3.6.0", op: Callable[..., Any] = flashlin.chunk_kda, *, T: int = 256,
@@ -44,7 +44,7 @@ def test_kernels_compute_a_bounded_gate(given: dict[str, Any]) -> None:
 def test_other_gates_are_computed_before_the_chunks_of_16_tokens(given: dict[str, Any]) -> None:
     found = kernels(**given, gradients=True)
     assert found[0] in ("norm_forward", "pointwise_gate")
-    assert (found.count(RAW), found.count(SERVED)) == (2, 1) and "dplr_prepare_one" not in found
+    assert (found.count(RAW), found.count(SUMS)) == (2, 1) and "dplr_prepare_one" not in found
 
 
 def test_gated_deltanet_2_has_chunks_of_16_tokens() -> None:
@@ -59,7 +59,7 @@ def test_gated_deltanet_2_has_chunks_of_16_tokens() -> None:
     {"K": 256}, {"dtype": torch.float16}, {"dtype": torch.float32}, {"machine": "A100,triton=3.6.0"},
     {"settings": {"portable": True}}, {"settings": {"invariant": True}}], ids=str)
 def test_other_calls_have_longer_chunks(given: dict[str, Any], gate: bool) -> None:
-    assert {RAW, SERVED}.isdisjoint(kernels(**given, gate=gate, gradients=True))
+    assert {RAW, SUMS}.isdisjoint(kernels(**given, gate=gate, gradients=True))
 
 
 @pytest.mark.parametrize("given", [{"T": 250}, {"K": 96}, {"cu_seqlens": torch.tensor([0, 128, 256])},
@@ -87,9 +87,9 @@ def test_backward_has_short_chunks_if_its_scans_overlap(given: dict[str, Any], s
     found = kernels(gradients=True, **given)
     back = found[found.index("norm_forward"):]
     assert short == ("pointwise_gate" not in back), "kernels of short chunks compute the gate again"
-    assert (RAW in back, SERVED in back, "dplr_prepare_one" in back) == (short, short, not short)
+    assert (RAW in back, SUMS in back, "dplr_prepare_one" in back) == (short, short, not short)
     assert ("dplr_alone" in back) == (given.get("T") == 16384), "only this sequence is split"
     overlapped = {"T": 250, "K": 96}.items().isdisjoint(given.items()) and "cu_seqlens" not in given
     assert {"dplr_overlapped_grads" if overlapped else "dplr_grads_one", "dplr_grads_rest"} <= {*back}
     if short:
-        assert back.index("dplr_overlapped_back") < back.index(SERVED) < back.index("dplr_overlapped_grads")
+        assert back.index("dplr_overlapped_back") < back.index(SUMS) < back.index("dplr_overlapped_grads")

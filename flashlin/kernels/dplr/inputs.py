@@ -21,8 +21,8 @@ class Inputs(NamedTuple):
         by the write rates.
     beta: [B, T, HV], for KDA, or None.
     A_log: [HV], or None. With A_log (KDA), q and k are not normalized yet, and g is the raw gate. Backward
-        computes these values before it starts kernels. The log decays are
-        lowest * sigmoid(exp(A_log) * (g + dt_bias)).
+        normalizes q and k before it starts kernels. It also computes the gate before, unless its plan has
+        ``dplr_prepare_raw``. The log decays are lowest * sigmoid(exp(A_log) * (g + dt_bias)).
     dt_bias: [HV, K], or None.
     h0: initial states [N, HV, K, V] or, with ``state_v_first``, [N, HV, V, K]; or None.
     bounds: [N + 1], increasing, within 0 .. T, or None for a dense batch. Sequence n is the rows bounds[n] ..

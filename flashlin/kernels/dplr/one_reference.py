@@ -418,7 +418,7 @@ def dplr_grads_one(
     ``dplr_grads_rest`` computes all other chunks. ``grads_of_chunk`` in ``backward.py`` describes the inputs
     and outputs.
 
-    served: 1 for chunks that fit, as stored by ``dplr_prepare_one``, else 0.
+    served: 1 for chunks that fit, as stored by ``dplr_prepare_one`` or ``dplr_sums``, else 0.
     """
     program = tl.program_id(0)
     i_h = program % HV

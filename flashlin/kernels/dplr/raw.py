@@ -2,8 +2,8 @@
 
 The tiles of such a chunk fit the registers of two warps, and its triangular system needs no products of
 blocks. Nearly all chunks of 16 tokens fit one decay reference (``one_reference.py``). A lower bound of the
-gate can guarantee it (LOWEST in ``inputs.py``). Without such a bound, the kernel tests each chunk and each BK channels, and
-halves those that do not fit (``forward.py``).
+gate can guarantee it (LOWEST in ``inputs.py``). Without such a bound, the kernel tests BK channels of a chunk
+at a time, and halves those that do not fit (``forward.py``).
 
 For KDA as its layer calls it, this kernel also normalizes q and k and computes the gate. q and k are then
 loaded twice, because keeping them would need more registers.

@@ -15,11 +15,11 @@ from flashlin.kernels.configs import BLOCK, Config, Strip, over_v, padded
 from flashlin.kernels.gla.recipe import halves_all, one_is_proven
 from flashlin.kernels.recurrent import recipe as recurrent
 
-# Choices for speed. With two writing vectors, halved chunks have SHORT tokens, because four tiles of 64 rows
+# Choices for speed. With two writing vectors, halved chunks have HALVED tokens, because four tiles of 64 rows
 # by K would leave a multiprocessor only one program. The scans of two writing vectors, and of chunks that
 # short, have no registers for a second stage. In float32, chunks of 32 tokens with more than 64 channels
 # spill tens of kilobytes per thread.
-SHORT = 32
+HALVED = 32
 WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one program per chunk
 
 
@@ -31,9 +31,9 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 # The same for one decay reference. KDA has one rate for all channels, so it needs the fewest tiles.
 BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
 TIMED = (3, 5)
-# The release for which the kernel of chunks of 16 tokens is right if some chunks may not fit one decay
-# reference. Compiled by 3.7.1, it stored scores P with errors of 12 % on an H200; other operands were right.
-HALVED = (3, 6)
+# The release for which the kernel of chunks of 16 tokens is right if it has to test its chunks. Under 3.7.1,
+# some variants of it computed scores P with errors of 12 % on an H200. Their other operands were right.
+TESTS = (3, 6)
 RAW = {"A_log", "dt_bias"}  # options of calls for which raw.py computes norms and gate
 
 
@@ -48,7 +48,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
     narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
     """
-    asked, here = RAW.intersection(problem.options), release(target.triton)[:2] == HALVED
+    asked, here = RAW.intersection(problem.options), release(target.triton)[:2] == TESTS
     problem = problem._replace(options=tuple(name for name in problem.options if name not in RAW))
     whole = _whole(problem, target, narrow)
     if _writes_twice(problem) or problem.portable or problem.K > 2 * WIDE or halves_all(problem, target):
@@ -108,8 +108,8 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     """Return the launches of a problem with one kind of kernels.
 
     narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
-    kind: ``halves`` if all chunks are computed by halving, ``one`` if chunks that fit one decay reference use
-        it (``one_reference.py``), ``short`` if the kernel of ``raw.py`` prepares chunks of 16 tokens, and
+    kind: ``halves`` if all chunks are computed by halving. ``one`` if chunks that fit one decay reference use
+        it (``one_reference.py``). ``short`` if the kernel of ``raw.py`` prepares chunks of 16 tokens, and
         ``bounded`` if these chunks always fit. The launches of the last two compute no gradients of chunks.
     """
     short = kind in ("short", "bounded")
@@ -163,9 +163,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
     longest = (16 if short or (bytes_each == 4 and problem.K > 64) else
-               SHORT if two and kind != "one" else BLOCK)
+               HALVED if two and kind != "one" else BLOCK)
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
-                  if config.BT <= longest and (config.num_stages == 1 or (config.BT > SHORT and not two)))
+                  if config.BT <= longest and (config.num_stages == 1 or (config.BT > HALVED and not two)))
 
     def shared(config: Config) -> int:
         return max(scanning(config), reverse(config._replace(num_stages=1)) if problem.needs_grad else 0)

@@ -102,8 +102,8 @@ class Raw(NamedTuple):
     kernel: the kernel that reads raw inputs.
     ready: ``ready(x, how)`` returns x with these inputs computed by other ops, and without ``tensor``.
     backward: ``backward(x, how, wanted, raw, run)`` returns the gradients of raw inputs x by name. ``run(x,
-        wanted)`` runs backward's kernels. They read the raw gate if ``raw`` is True, and all other inputs
-        computed.
+        wanted)`` runs backward's kernels. If ``raw`` is True, they read the raw gate. All other inputs are
+        already computed.
     """
     tensor: str
     kernel: str
@@ -127,7 +127,7 @@ class Chunked:
     scalars: NamedTuple class of the arguments that are no tensors: ``Scalars``, or a class with additional
         fields. Such a class also ends with ``needs_grad`` and ``call``, and the torch path gets the
         additional fields by name.
-    raw: the inputs that forward's kernels can compute from raw ones, or None.
+    raw: the inputs that its kernels can compute from raw ones, or None.
     over_ranks: runs a call whose sequences several ranks share (``run_over_ranks``).
     options: names and indices of the optional tensors that planning distinguishes.
     operator: the kernels of the family as a differentiable operator.

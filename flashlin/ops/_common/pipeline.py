@@ -124,13 +124,13 @@ def planned(problem: Problem, device: torch.device) -> Plan:
     Raises UnsupportedError for a refused plan. Warns once per op and reason if a remedy
     changes results or speed.
     """
-    if deferred_checks.owed:
+    foreseen = compile_ahead.place.get() if device.type == "meta" else None
+    if deferred_checks.owed and foreseen is None:
         deferred_checks.poll()
-    device = (device.type == "meta" and compile_ahead.place.get()) or device
-    the_plan = dispatch.plan(problem, probe(device), policy.current())
+    the_plan = dispatch.plan(problem, probe(foreseen or device), policy.current())
     if the_plan.refused:
         raise UnsupportedError(the_plan)
-    if the_plan.problem.path == "triton" and id(the_plan) not in canary.settled:
+    if the_plan.problem.path == "triton" and id(the_plan) not in canary.settled and foreseen is None:
         the_plan = canary.tried(the_plan, device, users_line() + 1)
     if the_plan.steps:
         _tell(the_plan)
