@@ -181,13 +181,13 @@ def launches_fit_the_machine(plan: Plan, policy: Policy) -> bool:
     """Return True if all launches respect the limits of the machine, independently of flashlin's own checks.
 
     The limits concern the grid, shared memory, offsets and threads. Tile sizes must be positive powers of
-    two, except STAGES, which need not be a power of two, and SIDE and REGISTERS, which may be 0.
+    two. But STAGES and REGISTERS need not be powers of two, and SIDE, REGISTERS and BOUNDED may be 0.
     """
     return all(launch.shared <= plan.target.shared and launch.span <= OFFSET_LIMIT
                and 32 * launch.num_warps <= 1024
                and all(0 <= size <= limit for size, limit in zip(launch.grid, AXIS_LIMITS, strict=False))
-               and all((size > 0 or name in ("SIDE", "REGISTERS"))
-                       and (size & (size - 1) == 0 or name == "STAGES")
+               and all((size > 0 or name in ("SIDE", "REGISTERS", "BOUNDED"))
+                       and (size & (size - 1) == 0 or name in ("STAGES", "REGISTERS"))
                        for name, size in launch.tile)
                for launch in plan.launches)
 
