@@ -222,10 +222,10 @@ def verdict(name: str, parts: int) -> dict[str, Any]:
 
     The result has these keys.
 
-        planned       all runs but the first were planned with the overlapping kernel
-        same          all runs of the overlapping kernel give bitwise the same results
-        from_plain    relative differences from the results of the plain kernel
-        from_float64  relative errors of the overlapping and of the plain kernel, for delta rules
+        planned       All runs but the first were planned with the overlapping kernel.
+        same          All runs of the overlapping kernel give bitwise the same results.
+        from_plain    Relative differences from the results of the plain kernel.
+        from_float64  Relative errors of the overlapping and of the plain kernel, for delta rules.
     """
     call = {**ALL, **LONG}[name]
     since, found, kernels = scans.OVERLAPS, [], []

@@ -133,9 +133,9 @@ def chunk_dplr_delta_rule(
         TypeError, ValueError: an argument is invalid; the message names it.
         UnsupportedError: this machine cannot run the call.
 
-    These cases work here and fail in fla: strong decays (exact, in chunks and token by token), K above 256
-    (in plain torch if the GPU has too little shared memory), float32, any B * H, checked shapes and
-    cu_seqlens, and CPU tensors.
+    These cases work here and fail in fla: strong decays, K above 256, float32, any B * H, checked shapes and
+    cu_seqlens, and CPU tensors. Strong decays are exact, in chunks and token by token. K above 256 runs in
+    plain torch if the GPU has too little shared memory.
     """
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request("chunk_dplr_delta_rule", scale, initial_state, output_final_state, cu_seqlens,

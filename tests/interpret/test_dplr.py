@@ -25,6 +25,7 @@ from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.raw import prepare_raw, sums_of_long_chunks
 from flashlin.kernels.dplr.reference import recurrence
 from flashlin.ops import dplr_delta_rule  # noqa: F401  registers the library operators
+from flashlin.ops._common.pointwise import gradients_of_inputs
 from flashlin.testing.compare import judge, poisoned
 
 OPS = pytest.mark.parametrize("op", ["chunk_kda", "chunk_dplr_delta_rule"])
@@ -290,6 +291,24 @@ def test_backward_of_a_bounded_gate_in_plain_torch() -> None:
     for name, *gradients in zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0"), *found, strict=True):
         for one in gradients[:2]:
             torch.testing.assert_close(one, gradients[2], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("path", ["auto", "torch"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_gradients_of_a_gate_without_its_output(path: str, biased: bool) -> None:
+    """Kernels and plain torch give the gradients of a gate's inputs from the gradient of its output."""
+    torch.manual_seed(0)
+    g, A_log, dy = torch.randn(2, 5, 3, 16), torch.randn(3, 1), torch.randn(2, 5, 3, 16)
+    given = (g, A_log, torch.randn(3, 16) if biased else None)
+    doubles = [None if x is None else x.double().requires_grad_() for x in given]
+    z = doubles[0] if doubles[2] is None else doubles[0] + doubles[2]
+    (-5 * (doubles[1].exp() * z).sigmoid()).backward(dy.double())
+    with flashlin.settings(path=path), poisoned():
+        found = gradients_of_inputs("fused_kda_gate", 3, 16, dy, *given, bound=-5.0)
+    for ours, right in zip(found, doubles, strict=True):
+        assert (ours is None) == (right is None)
+        if right is not None:
+            torch.testing.assert_close(ours.double(), right.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_debug_mode_allows_a_state_without_a_gradient() -> None:

@@ -532,8 +532,8 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
     """Run the backward launches and return the gradients, keyed by input name; None for missing inputs.
 
-    The gradients of g, beta and h0 are fp32. With A_log, q and k are already normalized, and g is the raw gate.
-    The gradient of g is then that of the log decays.
+    The gradients of g, beta and h0 are fp32. With A_log, q and k are already normalized, and g is the raw
+    gate. The gradient of g is then that of the log decays.
 
     how: the scalars of the call.
     do: gradient of o, [B, T, HV, V].
