@@ -122,6 +122,7 @@ def carry_transferred(
     alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
     transfer,  # [segments, H, K, K], fp32
     undivided,  # [N, H], int32
+    windows,  # [segments, H], int32, or None
     h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     bounds,  # [N + 1] or None
     T, H, L,
@@ -135,6 +136,9 @@ def carry_transferred(
     ``undivided`` for each head with a carried state that is not finite. If the norms of keys are too large,
     transfer matrices overflow float32 even if no state does, and 0 x inf is NaN. The later scan computes such
     a head as one segment.
+
+    windows: positive for segments that need no transfer, because decays make their initial state negligible.
+        It is negative for segments that do need one, but have none; then the head is marked.
 
     One program computes BV columns of the state of one head. A matrix that is too large for one step
     (BC < BK) is read in slices, and the state is then read in slices from memory.
@@ -162,12 +166,17 @@ def carry_transferred(
         tl.store(alone + to, h, mask=inside)
         beyond = tl.where(tl.abs(h) < 1e30, beyond, 1)  # NaN also fails this comparison
         asked = (i >= FROM) & (i < parts - 1)
+        if windows is not None:
+            window = tl.load(windows + own)
+            beyond = tl.where(asked & (window < 0), 1, beyond)
+            asked = asked & (window == 0)
         if BC >= BK:
-            through, there = state_offsets(own, 0, 0, K, K, BK, BK, False)
-            D = tl.load(transfer + through, mask=there & asked, other=0.0)
-            if REVERSE:
-                D = tl.trans(D)
-            h = left + tl.dot(D, h, input_precision=PRECISION)
+            if asked:
+                through, there = state_offsets(own, 0, 0, K, K, BK, BK, False)
+                D = tl.load(transfer + through, mask=there, other=0.0)
+                if REVERSE:
+                    D = tl.trans(D)
+                left += tl.dot(D, h, input_precision=PRECISION)
         else:
             tl.debug_barrier()  # wait until all threads have stored h, which is read in another layout
             for c0 in range(0, tl.where(asked, K, 0), BC):
@@ -179,7 +188,7 @@ def carry_transferred(
                     D = tl.load(transfer + through, mask=there, other=0.0)
                 strip, there = state_offsets(own, c0, v0, K, V, BC, BV, V_FIRST)
                 left += tl.dot(D, tl.load(alone + strip, mask=there, other=0.0), input_precision=PRECISION)
-            h = left
+        h = left
     if tl.max(tl.max(beyond, 1), 0) > 0:
         tl.store(undivided + nh, 1)
 
@@ -338,7 +347,8 @@ def _carry(batch: Batch, part: dict[str, Any], constants: dict[str, Any], kernel
     tiles = -(-batch.V // launch.block("BV")) * -(-batch.K // launch.block("BK"))
     start(launch, kernel, part["N"] * batch.HV * tiles, dict(
         alone=alone, K=batch.K, V=batch.V, REVERSE=reverse, V_FIRST=constants["V_FIRST"],
-        HAS_H0=given is not None, VARLEN=batch.packed, **own), {**part, "h0": given, "H": batch.HV})
+        HAS_H0=given is not None, VARLEN=batch.packed, **own), {
+            **part, "h0": given, "H": batch.HV, "windows": part.get("windows_back" if reverse else "windows")})
     part[name] = alone
 
 

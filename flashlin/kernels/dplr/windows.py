@@ -1,0 +1,157 @@
+"""Start segments of split sequences a few chunks early from zero, where decays make the past negligible.
+
+``kernels/sequence_split.py`` carries states from segment to segment by transfer matrices. They take twice the
+time of the states themselves. If the tokens of a window at the end of a segment forget everything before the
+window, the final state of the segment can be computed from the window alone, from a zero state.
+
+**The bound.** Token t multiplies the state by (I - k_t a_t^T) Diag(e^{g_t}) and then adds k_t w_t^T. Here
+a_t is the rate times k_t, and w_t the written value. The norm of this matrix is at most
+
+    n_t = max_c e^{g_tc} * s_t,   s_t^2 = (m + sqrt(m^2 - 4 d)) / 2,   d = (1 - a^T k)^2,   m = 1 + d + e
+
+where e = |a|^2 |k|^2 - (a^T k)^2. s_t is the largest singular value of I - k a^T; with one rate for all
+channels, e is 0 and s_t is max(1, |1 - a^T k|). So what the tokens before the window leave in the final state
+has a norm of at most
+
+    sum over tokens j before the window of |k_j| |w_j| n_{j+1} ... n_last, plus |h0| n_1 ... n_last
+
+A window is used only if this sum is at most 2^-24 of |k| |w| of the segment's last token, which is added to
+the final state without a decay. An error of this size is a rounding error of that addition in float32. One
+channel that never decays makes n_t at least 1, so the segment then uses its transfer matrix. The gradients of
+states are symmetric: the reverse scan adds scale q_j do_j^T at token j, and its windows are at the start of
+segments. Products of the rounding errors of these sums of logarithms are far below the bound's own slack.
+
+Every program reads the same numbers in the same order, so a replay decides the same. No host is involved.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlin.compat.launch import enter, start
+from flashlin.guards.plan_types import Plan
+from flashlin.kernels.sequence_split import part_of, parts_of
+from flashlin.kernels.tile_ops import tile
+
+FACTS = 5  # numbers of a chunk, see store_facts
+FEW = 5  # with so many segments or fewer, transfers take longer than a scan of whole sequences
+
+
+@triton.jit
+def lengths_of(x, first, length, i_h, H, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Return the norm of each row of a chunk of x [rows, H, D], [BT]."""
+    squares = tl.zeros([BT], dtype=tl.float32)
+    for d0 in tl.static_range(0, D, BD):  # unrolled, so that all loads start together
+        b_x = tile(x, first, 0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD).to(tl.float32)
+        squares += tl.sum(b_x * b_x, 1)
+    return tl.sqrt(squares)
+
+
+@triton.jit
+def store_facts(
+    facts,  # the chunk's FACTS numbers
+    highest,  # [BT]: the largest log2 decay of each token
+    kk, ka, aa,  # [BT]: sums over channels of k^2, k a and a^2, where a reads the state
+    of_w, of_q,  # [BT]: |w| and scale |q| |do|, with any sign
+    length,
+    BT: tl.constexpr, READS: tl.constexpr,
+):
+    """Store what bounds the effect of a chunk on states, see the module.
+
+    The numbers are the log2 of n_1 ... n_L; the bound of what the chunk adds to the state after it, and
+    |k| |w| of its last token; with READS, the bound of what it adds to the gradient of the state before it,
+    and the share of its first token.
+    """
+    rows = tl.arange(0, BT)
+    d = (1.0 + ka) * (1.0 + ka)
+    m = 1.0 + d + tl.maximum(aa * kk - ka * ka, 0.0)
+    bits = highest + 0.5 * tl.log2((m + tl.sqrt(tl.maximum(m * m - 4.0 * d, 0.0))) * 0.5)
+    bits = tl.where(rows < length, tl.maximum(bits, -1000.0), 0.0)  # a sum of -inf would be NaN
+    through = tl.cumsum(bits, 0)
+    total = tl.sum(bits, 0)
+    written = tl.abs(of_w) * tl.sqrt(kk)
+    tl.store(facts, total)
+    tl.store(facts + 1, tl.sum(written * tl.exp2(total - through), 0))
+    tl.store(facts + 2, tl.sum(tl.where(rows == length - 1, written, 0.0), 0))
+    if READS:
+        read = tl.abs(of_q) * tl.exp2(through)
+        tl.store(facts + 3, tl.sum(read, 0))
+        tl.store(facts + 4, tl.sum(tl.where(rows == 0, read, 0.0), 0))
+
+
+@triton.jit(do_not_specialize=["T", "N", "L", "otherwise"])
+def dplr_windows(
+    facts,  # [chunks, HV, FACTS], fp32
+    state,  # [N, HV, K, V], or None: states or gradients that enter the sequences
+    found,  # [segments, HV], int32
+    bounds,  # [N + 1] or None
+    T, N, HV, L, otherwise,
+    SIZE: tl.constexpr,  # K * V
+    BT: tl.constexpr, NEAR: tl.constexpr, FACTS: tl.constexpr, VARLEN: tl.constexpr, REVERSE: tl.constexpr,
+):
+    """Find the window of each segment and head, as a number of chunks; ``otherwise`` if it has none.
+
+    The module describes the bound. Chunks more than NEAR chunks away from the end of the segment count as if
+    none of them decayed.
+
+    otherwise: 0 if the segment then needs its transfer, -1 if the head is then not split. A segment that
+        nothing enters always has 0.
+    REVERSE: find the windows at the start of segments, for gradients.
+    """
+    program = tl.program_id(0)
+    i_h = program % HV
+    n, i_part, first, length, last = part_of(program // HV, bounds, T, N, L, VARLEN)
+    chunk, chunks = parts_of(n, bounds, T, BT, VARLEN)
+    own = (length + BT - 1) // BT
+    begin = i_part * (L // BT)
+    near = tl.arange(0, NEAR)
+    if REVERSE:
+        at = begin + near
+        far, end, entered = begin + NEAR, chunks, begin + own < chunks
+    else:
+        at = begin + own - 1 - near
+        far, end, entered = 0, begin + own - NEAR, i_part > 0
+    ADDED: tl.constexpr = 3 if REVERSE else 1
+    inside = (at >= 0) & (at < chunks)
+    at = facts + ((chunk + at).to(tl.int64) * HV + i_h) * FACTS
+    bits = tl.load(at, mask=inside, other=0.0)
+    added = tl.load(at + ADDED, mask=inside, other=0.0)
+    alone = tl.sum(tl.where(near == 0, tl.load(at + ADDED + 1, mask=inside, other=0.0), 0.0), 0)
+    before = 0.0
+    if state is not None:
+        base = state + (n.to(tl.int64) * HV + i_h) * SIZE
+        entered = entered | True
+        for i in range(0, SIZE, 4096):
+            i_s = i + tl.arange(0, 4096)
+            x = tl.load(base + i_s, mask=i_s < SIZE, other=0.0).to(tl.float32)
+            before += tl.sum(x * x, 0)
+    before = tl.sqrt(before)
+    growth = 0.0
+    for i in range(far, end, 1024):
+        others = i + tl.arange(0, 1024)
+        to = facts + ((chunk + others).to(tl.int64) * HV + i_h) * FACTS
+        growth += tl.sum(tl.maximum(tl.load(to, mask=others < end, other=0.0), 0.0), 0)
+        before += tl.sum(tl.load(to + ADDED, mask=others < end, other=0.0), 0)
+    past = tl.cumsum(added * tl.exp2(tl.cumsum(bits, 0) - bits), 0, reverse=True)
+    past += before * tl.exp2(growth + tl.sum(bits, 0))
+    enough = (past * 16777216.0 <= alone) & (near <= own)
+    window = tl.min(tl.where(enough, near, NEAR), 0)
+    tl.store(found + program, tl.where(window < NEAR, window, tl.where(entered, otherwise, 0)))
+
+
+def find_windows(plan: Plan, x: dict[str, Any], reverse: bool = False) -> None:
+    """Put the windows of all segments and heads into x, as ``windows``, if the plan has them.
+
+    reverse: also put the windows at the start of segments, for gradients, as ``windows_back``.
+    """
+    if plan.has("dplr_windows"):
+        otherwise = -1 if x["T"] <= FEW * x["L"] else 0
+        enter()  # h0 may still be on its way from another rank
+        (_, _, HV, V), K = x["v"].shape, x["q"].shape[3]
+        for name, state in (("windows", "h0"), ("windows_back", "dht"))[:1 + reverse]:
+            x[name] = torch.empty(x["parts"], HV, dtype=torch.int32, device=x["v"].device)
+            start(plan.launch("dplr_windows"), dplr_windows, x["parts"] * HV, dict(
+                found=x[name], state=x[state], otherwise=otherwise, SIZE=K * V, FACTS=FACTS, VARLEN=x["bounds"] is not None,
+                REVERSE=state == "dht"), x)
