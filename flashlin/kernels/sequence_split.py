@@ -138,7 +138,7 @@ def carry_transferred(
     a head as one segment.
 
     windows: positive for segments that need no transfer, because decays make their initial state negligible.
-        It is negative for segments that do need one, but have none; then the head is marked.
+        Negative if the head is not split, because it has a segment without a window.
 
     One program computes BV columns of the state of one head. A matrix that is too large for one step
     (BC < BK) is read in slices, and the state is then read in slices from memory.
@@ -156,19 +156,21 @@ def carry_transferred(
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     beyond = tl.zeros([BK, BV], dtype=tl.int32)
+    own, step = first * H + i_h, H
+    if REVERSE:
+        own, step = (first + parts - 1) * H + i_h, -H
+    to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
+    left = tl.load(alone + to, mask=inside & (parts > 1), other=0.0)
     for i in range(parts):
-        if REVERSE:
-            own = (first + parts - 1 - i) * H + i_h
-        else:
-            own = (first + i) * H + i_h
         to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
-        left = tl.load(alone + to, mask=inside & (i < parts - 1), other=0.0)
+        later, inside = state_offsets(own + step, 0, v0, K, V, BK, BV, V_FIRST)
+        coming = tl.load(alone + later, mask=inside & (i < parts - 2), other=0.0)  # before the store, to save time
         tl.store(alone + to, h, mask=inside)
         beyond = tl.where(tl.abs(h) < 1e30, beyond, 1)  # NaN also fails this comparison
         asked = (i >= FROM) & (i < parts - 1)
         if windows is not None:
             window = tl.load(windows + own)
-            beyond = tl.where(asked & (window < 0), 1, beyond)
+            beyond = tl.where((i < parts - 1) & (window < 0), 1, beyond)
             asked = asked & (window == 0)
         if BC >= BK:
             if asked:
@@ -189,6 +191,8 @@ def carry_transferred(
                 strip, there = state_offsets(own, c0, v0, K, V, BC, BV, V_FIRST)
                 left += tl.dot(D, tl.load(alone + strip, mask=there, other=0.0), input_precision=PRECISION)
         h = left
+        left = coming
+        own += step
     if tl.max(tl.max(beyond, 1), 0) > 0:
         tl.store(undivided + nh, 1)
 

@@ -28,7 +28,7 @@ L = T // PARTS
 @pytest.fixture(autouse=True)
 def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(scans, "forced_parts", PARTS)
-    monkeypatch.setattr(recipe, "LONG", L // 2)
+    monkeypatch.setattr(recipe, "LONG", (L // 2, L // 2))
     yield
 
 
@@ -97,7 +97,7 @@ def test_windows_change_nothing_beyond_rounding(kind: str, packed: bool, monkeyp
     x = inputs(kind, packed=packed)
     exact, _ = run(x, False, monkeypatch)
     monkeypatch.setattr(scans, "forced_parts", PARTS)
-    monkeypatch.setattr(recipe, "LONG", L // 2)
+    monkeypatch.setattr(recipe, "LONG", (L // 2, L // 2))
     ours, found = run(x, True, monkeypatch)
     print(kind, packed, found["windows"].tolist())
     for name, one, right in zip(("o", "ht"), ours, exact, strict=True):

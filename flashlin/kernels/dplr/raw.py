@@ -176,7 +176,7 @@ def dplr_prepare_raw(
     M, P, T_, T_low,  # [rows, HV, BT]
     G,  # [rows, HV, K], fp32
     v, do,  # [rows, HV, V], or None
-    facts,  # [programs, FACTS], fp32, or None
+    facts,  # [HV, FACTS, programs of a head], fp32, or None
     scratch,  # [programs, BT, 16], fp32
     bounds,  # [N + 1] or None
     scale,
@@ -242,11 +242,12 @@ def dplr_prepare_raw(
                 lowest=lowest, first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT,
                 BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED, PRECISION=PRECISION)
         if facts is not None:
-            at = facts + program.to(tl.int64) * FACTS
+            stride = tl.num_programs(0) // HV
+            at = facts + i_h.to(tl.int64) * (FACTS * stride) + program // HV
             if a is None:  # then a is -beta k
                 ka = -b_beta * kk
                 aa = b_beta * b_beta * kk
-            store_facts(at, highest, kk, ka, aa, of_v * b_beta, of_do * scale * tl.sqrt(qq), length, BT, READS)
+            store_facts(at, stride, highest, kk, ka, aa, of_v * b_beta, of_do * scale * tl.sqrt(qq), length, BT, READS)
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         X = inverse(tl.where(below, -L, 0.0), scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)
@@ -279,7 +280,7 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | 
         chunks = x["N"] + (T // BT if T > BT else 0) if packed else B * -(-T // BT)
         scratch = torch.empty(chunks * HV, BT, 16, dtype=torch.float32, device=q.device)
         if plan.has("dplr_windows"):
-            x["facts"] = torch.empty(chunks, HV, FACTS, dtype=torch.float32, device=q.device)
+            x["facts"] = torch.empty(HV, FACTS, chunks, dtype=torch.float32, device=q.device)
         start(launch, dplr_prepare_raw, chunks * HV, dict(
             scratch=scratch, lowest=lowest, K=K, V=x["v"].shape[3], FACTS=FACTS,
             NORMALIZE=x["A_log"] is not None and not back, VARLEN=packed, PRECISION=precision(plan),

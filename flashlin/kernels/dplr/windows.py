@@ -32,11 +32,11 @@ import triton.language as tl
 
 from flashlin.compat.launch import enter, start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.dplr.recipe import FEW
 from flashlin.kernels.sequence_split import part_of, parts_of
 from flashlin.kernels.tile_ops import tile
 
 FACTS = 5  # numbers of a chunk, see store_facts
-FEW = 5  # with so many segments or fewer, transfers take longer than a scan of whole sequences
 
 
 @triton.jit
@@ -51,7 +51,8 @@ def lengths_of(x, first, length, i_h, H, D: tl.constexpr, BT: tl.constexpr, BD: 
 
 @triton.jit
 def store_facts(
-    facts,  # the chunk's FACTS numbers
+    facts,  # FACTS numbers of the chunk, with ``stride`` between them
+    stride,
     highest,  # [BT]: the largest log2 decay of each token
     kk, ka, aa,  # [BT]: sums over channels of k^2, k a and a^2, where a reads the state
     of_w, of_q,  # [BT]: |w| and scale |q| |do|, with any sign
@@ -73,31 +74,30 @@ def store_facts(
     total = tl.sum(bits, 0)
     written = tl.abs(of_w) * tl.sqrt(kk)
     tl.store(facts, total)
-    tl.store(facts + 1, tl.sum(written * tl.exp2(total - through), 0))
-    tl.store(facts + 2, tl.sum(tl.where(rows == length - 1, written, 0.0), 0))
+    tl.store(facts + stride, tl.sum(written * tl.exp2(total - through), 0))
+    tl.store(facts + 2 * stride + rows * 0, written, mask=rows == length - 1)
     if READS:
         read = tl.abs(of_q) * tl.exp2(through)
-        tl.store(facts + 3, tl.sum(read, 0))
-        tl.store(facts + 4, tl.sum(tl.where(rows == 0, read, 0.0), 0))
+        tl.store(facts + 3 * stride, tl.sum(read, 0))
+        tl.store(facts + 4 * stride + rows * 0, read, mask=rows == 0)
 
 
-@triton.jit(do_not_specialize=["T", "N", "L", "otherwise"])
+@triton.jit(do_not_specialize=["T", "N", "L", "stride", "otherwise"])
 def dplr_windows(
-    facts,  # [chunks, HV, FACTS], fp32
+    facts,  # [HV, FACTS, stride], fp32: numbers of chunks
     state,  # [N, HV, K, V], or None: states or gradients that enter the sequences
     found,  # [segments, HV], int32
     bounds,  # [N + 1] or None
-    T, N, HV, L, otherwise,
+    T, N, HV, L, stride, otherwise,
     SIZE: tl.constexpr,  # K * V
     BT: tl.constexpr, NEAR: tl.constexpr, FACTS: tl.constexpr, VARLEN: tl.constexpr, REVERSE: tl.constexpr,
 ):
-    """Find the window of each segment and head, as a number of chunks; ``otherwise`` if it has none.
+    """Find the window of each segment and head, as a number of chunks, or ``otherwise`` if it has none.
 
     The module describes the bound. Chunks more than NEAR chunks away from the end of the segment count as if
     none of them decayed.
 
-    otherwise: 0 if the segment then needs its transfer, -1 if the head is then not split. A segment that
-        nothing enters always has 0.
+    otherwise: 0 if the segment then needs its transfer, -1 if the head is then not split.
     REVERSE: find the windows at the start of segments, for gradients.
     """
     program = tl.program_id(0)
@@ -109,36 +109,35 @@ def dplr_windows(
     near = tl.arange(0, NEAR)
     if REVERSE:
         at = begin + near
-        far, end, entered = begin + NEAR, chunks, begin + own < chunks
+        far, end = begin + NEAR, chunks
     else:
         at = begin + own - 1 - near
-        far, end, entered = 0, begin + own - NEAR, i_part > 0
+        far, end = 0, begin + own - NEAR
     ADDED: tl.constexpr = 3 if REVERSE else 1
     inside = (at >= 0) & (at < chunks)
-    at = facts + ((chunk + at).to(tl.int64) * HV + i_h) * FACTS
-    bits = tl.load(at, mask=inside, other=0.0)
-    added = tl.load(at + ADDED, mask=inside, other=0.0)
-    alone = tl.sum(tl.where(near == 0, tl.load(at + ADDED + 1, mask=inside, other=0.0), 0.0), 0)
+    facts += i_h.to(tl.int64) * (FACTS * stride) + chunk
+    bits = tl.load(facts + at, mask=inside, other=0.0)
+    added = tl.load(facts + ADDED * stride + at, mask=inside, other=0.0)
+    alone = tl.load(facts + (ADDED + 1) * stride + at, mask=inside & (near == 0), other=0.0)
+    alone = tl.sum(alone, 0)
     before = 0.0
     if state is not None:
         base = state + (n.to(tl.int64) * HV + i_h) * SIZE
-        entered = entered | True
         for i in range(0, SIZE, 4096):
             i_s = i + tl.arange(0, 4096)
             x = tl.load(base + i_s, mask=i_s < SIZE, other=0.0).to(tl.float32)
             before += tl.sum(x * x, 0)
     before = tl.sqrt(before)
     growth = 0.0
-    for i in range(far, end, 1024):
-        others = i + tl.arange(0, 1024)
-        to = facts + ((chunk + others).to(tl.int64) * HV + i_h) * FACTS
-        growth += tl.sum(tl.maximum(tl.load(to, mask=others < end, other=0.0), 0.0), 0)
-        before += tl.sum(tl.load(to + ADDED, mask=others < end, other=0.0), 0)
+    for i in range(far, end, 512):
+        others = i + tl.arange(0, 512)
+        growth += tl.sum(tl.maximum(tl.load(facts + others, mask=others < end, other=0.0), 0.0), 0)
+        before += tl.sum(tl.load(facts + ADDED * stride + others, mask=others < end, other=0.0), 0)
     past = tl.cumsum(added * tl.exp2(tl.cumsum(bits, 0) - bits), 0, reverse=True)
     past += before * tl.exp2(growth + tl.sum(bits, 0))
     enough = (past * 16777216.0 <= alone) & (near <= own)
     window = tl.min(tl.where(enough, near, NEAR), 0)
-    tl.store(found + program, tl.where(window < NEAR, window, tl.where(entered, otherwise, 0)))
+    tl.store(found + program, tl.where(window < NEAR, window, otherwise))
 
 
 def find_windows(plan: Plan, x: dict[str, Any], reverse: bool = False) -> None:
@@ -153,5 +152,5 @@ def find_windows(plan: Plan, x: dict[str, Any], reverse: bool = False) -> None:
         for name, state in (("windows", "h0"), ("windows_back", "dht"))[:1 + reverse]:
             x[name] = torch.empty(x["parts"], HV, dtype=torch.int32, device=x["v"].device)
             start(plan.launch("dplr_windows"), dplr_windows, x["parts"] * HV, dict(
-                found=x[name], state=x[state], otherwise=otherwise, SIZE=K * V, FACTS=FACTS, VARLEN=x["bounds"] is not None,
+                found=x[name], state=x[state], stride=x["facts"].shape[2], otherwise=otherwise, SIZE=K * V, FACTS=FACTS, VARLEN=x["bounds"] is not None,
                 REVERSE=state == "dht"), x)
