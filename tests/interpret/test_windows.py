@@ -28,7 +28,7 @@ L = T // PARTS
 @pytest.fixture(autouse=True)
 def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(scans, "forced_parts", PARTS)
-    monkeypatch.setattr(recipe, "LONG", (L // 2, L // 2))
+    monkeypatch.setattr(recipe, "LONG", L // 2)
     yield
 
 
@@ -53,6 +53,9 @@ def inputs(kind: str = "", gate: float = -1.0, packed: bool = False) -> Inputs:
         x.h0.mul_(1e25)  # type: ignore[union-attr]
     if kind == "forgets":
         x.g[:, ::7] = -torch.inf
+    for name, tensor in x._asdict().items():
+        if kind == "nan in " + name:
+            tensor.view(B, T, HV, -1)[0, 30, 0, 0] = torch.nan
     return x
 
 
@@ -88,7 +91,7 @@ def norms(x: Inputs) -> torch.Tensor:
 
 
 KINDS = {"": (1, 1), "rates": (1, 1), "keeps": (1, 0), "large": (1, 1), "padded": (1, 1), "grows": (1, 1),
-         "state": (1, 1), "forgets": (1, 1)}
+         "state": (1, 1), "forgets": (1, 1), **{"nan in "+n: (0,0) for n in ("k","v","g","beta")}}
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -97,8 +100,9 @@ def test_windows_change_nothing_beyond_rounding(kind: str, packed: bool, monkeyp
     x = inputs(kind, packed=packed)
     exact, _ = run(x, False, monkeypatch)
     monkeypatch.setattr(scans, "forced_parts", PARTS)
-    monkeypatch.setattr(recipe, "LONG", (L // 2, L // 2))
+    monkeypatch.setattr(recipe, "LONG", L // 2)
     ours, found = run(x, True, monkeypatch)
     print(kind, packed, found["windows"].tolist())
     for name, one, right in zip(("o", "ht"), ours, exact, strict=True):
         print(judge(name, one, right.double(), 1e-5))
+        if "nan" in kind: assert torch.equal(one.isnan(), right.isnan()) and one.isnan().any()

@@ -71,8 +71,8 @@ def add_channels(
 ):
     """Add BK channels to the scores L and P and to the diagonal qk of P, and store their operands.
 
-    Also update the largest log decay of each token, and the sums of k^2, k a, a^2 and q^2 over channels. Return
-    all of these, and then a times its decay from the chunk's start until it reads the state, [BT, BK].
+    Also update the largest log2 decay of each token, and the sums of k^2, k a, a^2 and q^2 over channels.
+    Return all of these, and then a times its decay from the chunk's start until it reads the state, [BT, BK].
     """
     columns = k0 + tl.arange(0, BK)
     b_g = tile(g, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
@@ -92,7 +92,8 @@ def add_channels(
     qk += tl.sum(b_q * b_k, 1)
     RATES: tl.constexpr = a is not None
     b_a = b_k * -rate_of(a, b_beta, first, 0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=RATES)
-    highest = tl.maximum(highest, tl.max(tl.where((columns < K)[None, :], b_g, float("-inf")), 1))
+    known = tl.where(b_g < float("inf"), b_g, float("inf"))  # maxima would ignore NaN
+    highest = tl.maximum(highest, tl.max(tl.where((columns < K)[None, :], known, float("-inf")), 1))
     kk += tl.sum(b_k * b_k, 1)
     ka += tl.sum(b_k * b_a, 1)
     aa += tl.sum(b_a * b_a, 1)
@@ -247,7 +248,9 @@ def dplr_prepare_raw(
             if a is None:  # then a is -beta k
                 ka = -b_beta * kk
                 aa = b_beta * b_beta * kk
-            store_facts(at, stride, highest, kk, ka, aa, of_v * b_beta, of_do * scale * tl.sqrt(qq), length, BT, READS)
+            of_v *= b_beta
+            of_do *= scale * tl.sqrt(qq)
+            store_facts(at, stride, highest, kk, ka, aa, of_v, of_do, length, BT=BT, READS=READS)
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         X = inverse(tl.where(below, -L, 0.0), scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)

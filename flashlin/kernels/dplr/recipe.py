@@ -34,9 +34,9 @@ TIMED = (3, 5)
 # The release for which the kernel of chunks of 16 tokens is right if it has to test its chunks. Under 3.7.1,
 # some variants of it computed scores P with errors of 12 % on an H200. Their other operands were right.
 TESTS = (3, 6)
-# windows.py looks for windows of at most NEAR chunks. With FEW segments or fewer, heads without windows are not
-# split, because transfers take longer. LONG: the fewest tokens of their segments, forward and with backward.
-NEAR, FEW, LONG = 64, 5, (1024, 512)
+# windows.py looks for windows of less than NEAR chunks. If sequences have FEW segments or fewer, transfers take
+# longer than a scan of whole sequences. Then windows are faster only with a backward, for LONG segments.
+NEAR, FEW, LONG = 64, 5, 1024
 RAW = {"A_log", "dt_bias"}  # options of calls for which raw.py computes norms and gate
 
 
@@ -212,8 +212,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         return scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
     part = split(scans.WORTH) if short else 0
     segments = scans.numbered(problem, part) * problem.H
-    windows = part > 0 and (segments >= target.sms // 2 if problem.T > FEW * part else
-                            kind == "short" and part >= LONG[problem.needs_grad])
+    few = problem.T <= FEW * part
+    windows = 0 < part and segments >= target.sms // 4 and (
+        not few or (kind == "short" and problem.needs_grad and part >= LONG))
     if not windows:
         part = split(scans.WORTH if two or problem.needs_grad else 2 * scans.WORTH)
     # Narrow states need a second stage, for which two writing vectors leave no registers.

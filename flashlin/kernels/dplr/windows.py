@@ -10,18 +10,18 @@ a_t is the rate times k_t, and w_t the written value. The norm of this matrix is
     n_t = max_c e^{g_tc} * s_t,   s_t^2 = (m + sqrt(m^2 - 4 d)) / 2,   d = (1 - a^T k)^2,   m = 1 + d + e
 
 where e = |a|^2 |k|^2 - (a^T k)^2. s_t is the largest singular value of I - k a^T; with one rate for all
-channels, e is 0 and s_t is max(1, |1 - a^T k|). So what the tokens before the window leave in the final state
-has a norm of at most
+channels, e is 0 and s_t is max(1, |1 - a^T k|). So everything before the window contributes to the final state
+a matrix with a norm of at most
 
     sum over tokens j before the window of |k_j| |w_j| n_{j+1} ... n_last, plus |h0| n_1 ... n_last
 
 A window is used only if this sum is at most 2^-24 of |k| |w| of the segment's last token, which is added to
-the final state without a decay. An error of this size is a rounding error of that addition in float32. One
-channel that never decays makes n_t at least 1, so the segment then uses its transfer matrix. The gradients of
-states are symmetric: the reverse scan adds scale q_j do_j^T at token j, and its windows are at the start of
-segments. Products of the rounding errors of these sums of logarithms are far below the bound's own slack.
+the final state without a decay. An error of this size is a rounding error of that addition in float32. If one
+channel never decays, n_t is at least 1, so the segment has no window, and the exact method is used. NaN in any
+input has the same effect. The gradients of states are symmetric: the reverse scan adds scale q_j do_j^T at
+token j, and its windows are at the start of segments.
 
-Every program reads the same numbers in the same order, so a replay decides the same. No host is involved.
+Each head and segment decides for itself on the GPU, by the same numbers in the same order in every replay.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def store_facts(
     d = (1.0 + ka) * (1.0 + ka)
     m = 1.0 + d + tl.maximum(aa * kk - ka * ka, 0.0)
     bits = highest + 0.5 * tl.log2((m + tl.sqrt(tl.maximum(m * m - 4.0 * d, 0.0))) * 0.5)
-    bits = tl.where(rows < length, tl.maximum(bits, -1000.0), 0.0)  # a sum of -inf would be NaN
+    bits = tl.where(rows < length, tl.where(bits < -1000.0, -1000.0, bits), 0.0)  # NaN stays NaN
     through = tl.cumsum(bits, 0)
     total = tl.sum(bits, 0)
     written = tl.abs(of_w) * tl.sqrt(kk)
@@ -152,5 +152,5 @@ def find_windows(plan: Plan, x: dict[str, Any], reverse: bool = False) -> None:
         for name, state in (("windows", "h0"), ("windows_back", "dht"))[:1 + reverse]:
             x[name] = torch.empty(x["parts"], HV, dtype=torch.int32, device=x["v"].device)
             start(plan.launch("dplr_windows"), dplr_windows, x["parts"] * HV, dict(
-                found=x[name], state=x[state], stride=x["facts"].shape[2], otherwise=otherwise, SIZE=K * V, FACTS=FACTS, VARLEN=x["bounds"] is not None,
-                REVERSE=state == "dht"), x)
+                found=x[name], state=x[state], stride=x["facts"].shape[2], otherwise=otherwise, SIZE=K * V,
+                FACTS=FACTS, VARLEN=x["bounds"] is not None, REVERSE=state == "dht"), x)
