@@ -9,7 +9,8 @@ of L tokens, in three steps:
     2. Segment by segment: carry the states, h' = D h + alone. D is the effect of the segment on any initial
        state. It is the decay of the segment (a number or a vector over K) or, for delta rules, a K x K
        transfer matrix: the final state for the identity as initial state and v = 0. Backward does the same
-       with D^T, from the last segment to the first.
+       with D^T, from the last segment to the first. Segments that forget everything before them need no D
+       (``dplr/windows.py``).
     3. All segments in parallel: run the usual scan, each segment from its own initial state.
 Only the memory between the steps depends on the number of segments, and no step waits for the host. The
 programs of packed sequences find their segments themselves. Carried states stay in float32, and the
@@ -164,7 +165,8 @@ def carry_transferred(
     for i in range(parts):
         to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         later, inside = state_offsets(own + step, 0, v0, K, V, BK, BV, V_FIRST)
-        coming = tl.load(alone + later, mask=inside & (i < parts - 2), other=0.0)  # before the store, to save time
+        # loaded before the store, which it would wait for
+        coming = tl.load(alone + later, mask=inside & (i < parts - 2), other=0.0)
         tl.store(alone + to, h, mask=inside)
         beyond = tl.where(tl.abs(h) < 1e30, beyond, 1)  # NaN also fails this comparison
         asked = (i >= FROM) & (i < parts - 1)
@@ -352,7 +354,8 @@ def _carry(batch: Batch, part: dict[str, Any], constants: dict[str, Any], kernel
     start(launch, kernel, part["N"] * batch.HV * tiles, dict(
         alone=alone, K=batch.K, V=batch.V, REVERSE=reverse, V_FIRST=constants["V_FIRST"],
         HAS_H0=given is not None, VARLEN=batch.packed, **own), {
-            **part, "h0": given, "H": batch.HV, "windows": part.get("windows_back" if reverse else "windows")})
+            **part, "h0": given, "H": batch.HV,
+            "windows": part.get("windows_back" if reverse else "windows")})
     part[name] = alone
 
 

@@ -278,7 +278,8 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | 
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
     x.update(q_in=new(K), a_in=new(K, back), b_out=new(K), k_out=None, W=new(K), M=new(BT), P=new(BT), R=None,
              N_=None, T_=new(BT, back), T_low=new(BT, back and q.dtype != torch.float32), facts=None,
-             windows=None, windows_back=None, G=torch.empty_like(x["g"], dtype=torch.float32) if G is None else G)
+             windows=None, windows_back=None,
+             G=torch.empty_like(x["g"], dtype=torch.float32) if G is None else G)
     if T:
         chunks = x["N"] + (T // BT if T > BT else 0) if packed else B * -(-T // BT)
         scratch = torch.empty(chunks * HV, BT, 16, dtype=torch.float32, device=q.device)

@@ -34,7 +34,7 @@ TIMED = (3, 5)
 # The release for which the kernel of chunks of 16 tokens is right if it has to test its chunks. Under 3.7.1,
 # some variants of it computed scores P with errors of 12 % on an H200. Their other operands were right.
 TESTS = (3, 6)
-# windows.py looks for windows of less than NEAR chunks. If sequences have FEW segments or fewer, transfers take
+# Windows (windows.py) have fewer than NEAR chunks. If sequences have FEW segments or fewer, transfers take
 # longer than a scan of whole sequences. Then windows are faster only with a backward, for LONG segments.
 NEAR, FEW, LONG = 64, 5, 1024
 RAW = {"A_log", "dt_bias"}  # options of calls for which raw.py computes norms and gate
@@ -225,8 +225,8 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         scan = scans.deepest(single, scanning, target)
     kernels = [*([] if short else [scans.channel_sums_launch(problem, BT)]), *preparation]
     if windows:
-        kernels.append(Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1, (("BT", BT), ("NEAR", NEAR)), 1024,
-                              problem.K * problem.V, frozenset(), part))
+        kernels.append(Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1,
+                              (("BT", BT), ("NEAR", NEAR)), 1024, problem.K * problem.V, frozenset(), part))
 
     def walk(kernel: str, config: Config, shared: int, tall: bool = False) -> Launch:
         return scans.state_launch(kernel, config, problem, shared, dots, tall, part)

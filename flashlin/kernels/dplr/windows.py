@@ -1,27 +1,29 @@
-"""Start segments of split sequences a few chunks early from zero, where decays make the past negligible.
+"""Windows of split sequences: final states of segments from their last chunks, if these forget all before.
 
-``kernels/sequence_split.py`` carries states from segment to segment by transfer matrices. They take twice the
-time of the states themselves. If the tokens of a window at the end of a segment forget everything before the
-window, the final state of the segment can be computed from the window alone, from a zero state.
+``kernels/sequence_split.py`` carries states from segment to segment by transfer matrices. These matrices take
+longer than the states themselves. If the last chunks of a segment, its window, forget what came before them,
+the final state is computed from the window alone, from a zero state. No transfer matrix is needed.
 
-**The bound.** Token t multiplies the state by (I - k_t a_t^T) Diag(e^{g_t}) and then adds k_t w_t^T. Here
-a_t is the rate times k_t, and w_t the written value. The norm of this matrix is at most
+Token t multiplies the state by (I - k_t a_t^T) Diag(e^{g_t}) and then adds k_t w_t^T. Here a_t is k_t times
+its rate, and w_t is the written value. The norm of the matrix is at most n_t:
 
-    n_t = max_c e^{g_tc} * s_t,   s_t^2 = (m + sqrt(m^2 - 4 d)) / 2,   d = (1 - a^T k)^2,   m = 1 + d + e
+    n_t = s_t max_c e^{g_tc}
+    s_t^2 = (m + sqrt(m^2 - 4 d)) / 2
+    d = (1 - a^T k)^2
+    m = 1 + d + |a|^2 |k|^2 - (a^T k)^2
 
-where e = |a|^2 |k|^2 - (a^T k)^2. s_t is the largest singular value of I - k a^T; with one rate for all
-channels, e is 0 and s_t is max(1, |1 - a^T k|). So everything before the window contributes to the final state
-a matrix with a norm of at most
+s_t is the largest singular value of I - k a^T. With one rate for all channels, it is max(1, |1 - a^T k|).
+Thus everything before the window changes the final state by a matrix whose norm is at most
 
     sum over tokens j before the window of |k_j| |w_j| n_{j+1} ... n_last, plus |h0| n_1 ... n_last
 
-A window is used only if this sum is at most 2^-24 of |k| |w| of the segment's last token, which is added to
-the final state without a decay. An error of this size is a rounding error of that addition in float32. If one
-channel never decays, n_t is at least 1, so the segment has no window, and the exact method is used. NaN in any
-input has the same effect. The gradients of states are symmetric: the reverse scan adds scale q_j do_j^T at
-token j, and its windows are at the start of segments.
+A window must keep this bound below 2^-24 of |k| |w| of the last token, which adds its product to the final
+state without a decay. The error is then no larger than the rounding error of this addition in float32. If a
+channel never decays, n_t is 1 or more, and the segment has no window. The same is true after a NaN.
 
-Each head and segment decides for itself on the GPU, by the same numbers in the same order in every replay.
+The gradients of states are symmetric. The reverse scan adds scale q_j do_j^T at token j, and its windows are
+at the start of segments. The GPU decides for each head and segment, from the same numbers in the same order
+in every replay.
 """
 
 from typing import Any
@@ -94,8 +96,8 @@ def dplr_windows(
 ):
     """Find the window of each segment and head, as a number of chunks, or ``otherwise`` if it has none.
 
-    The module describes the bound. Chunks more than NEAR chunks away from the end of the segment count as if
-    none of them decayed.
+    The module describes the bound. Here the decays of chunks count only within NEAR chunks of the segment's
+    end. What earlier chunks add is bounded as if no decay followed until there.
 
     otherwise: 0 if the segment then needs its transfer, -1 if the head is then not split.
     REVERSE: find the windows at the start of segments, for gradients.

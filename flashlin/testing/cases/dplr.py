@@ -115,7 +115,8 @@ CASES: list[Case] = [
     _kda_inference("bounded-inference-wide", BOUNDED, raw=True, keys="raw", H=1, K=128, V=128, T=50),
     _kda_inference("bounded-inference-whole", {**BOUNDED, **V_FIRST}, raw=True, keys="raw", H=1, HV=2, K=128,
                    V=128, T=128),
-    _kda_inference("bounded-inference-parts", BOUNDED, raw=True, keys="raw", **sequences.LONG["in-parts-wide"]),
+    _kda_inference("bounded-inference-parts", BOUNDED, raw=True, keys="raw",
+                   **sequences.LONG["in-parts-wide"]),
     _kda("bounded-whole", {**BOUNDED, **V_FIRST}, raw=True, keys="raw", H=1, HV=2, K=128, V=128, T=192),
     *(_kda(f"bounded-{gate}", BOUNDED, raw=True, keys="raw", gate=gate, T=128, H=1, allowed={"dg": 0.03})
       for gate in ("strongest", "channels")),
