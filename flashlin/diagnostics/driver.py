@@ -75,16 +75,11 @@ def _asked(program: str, fields: tuple[str, ...]) -> tuple[Driver, str]:
 
 def _seen(card: dict[str, str]) -> Seen:
     major, _, minor = card.get("compute_cap", "").partition(".")
-    numbers = major.isdecimal() and minor.isdecimal()
-    capability = (int(major), int(minor)) if numbers else _by_name(card["name"])
+    capability = ((int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else
+                  known[1].capability if (known := card_named(card["name"])) else (0, 0))
     free, total = (int(said) if (said := card.get(f"memory.{name}", "")).isdecimal() else -1
                    for name in ("free", "total"))
     return Seen(card["name"], capability, free, total, card.get("compute_mode", ""))
-
-
-def _by_name(name: str) -> tuple[int, int]:
-    known = card_named(name)
-    return known[1].capability if known else (0, 0)
 
 
 def _proc() -> Driver:
@@ -95,7 +90,7 @@ def _proc() -> Driver:
     version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _text(PROC / "version"))
     names = [found[1].strip() for file in sorted(PROC.glob("gpus/*/information"))
              if (found := re.search(r"Model:(.*)", _text(file)))]
-    return Driver(version[1] if version else "", tuple(Seen(name, _by_name(name)) for name in names))
+    return Driver(version[1] if version else "", tuple(_seen({"name": name}) for name in names))
 
 
 def _text(file: Path) -> str:

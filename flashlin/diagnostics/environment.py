@@ -152,8 +152,7 @@ def check_libcuda(machine: Machine) -> Iterator[Check]:
     """
     if not machine.known_cards or sys.platform != "linux":
         return
-    named = os.environ.get("TRITON_LIBCUDA_PATH")
-    if named:
+    if named := os.environ.get("TRITON_LIBCUDA_PATH"):
         there = (Path(named) / "libcuda.so.1").exists() or (Path(named) / "libcuda.so").exists()
         yield (line("libcuda", "ok", f"{named}, by TRITON_LIBCUDA_PATH") if there else
                line("libcuda", "problem", f"{named}, by TRITON_LIBCUDA_PATH: it has no libcuda.so.1",

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from flashlin.compat.subprocesses import Ended, Process, channel, python
+from flashlin.compat.subprocesses import Process, channel, python
 from flashlin.diagnostics.machine import attempt
 
 LOWER = 10  # added to the nice value of a child
@@ -65,13 +65,10 @@ def begun(modules: Mapping[str, str], limit: float) -> Iterator[dict[str, Proces
 
 def outcomes(children: Mapping[str, Process]) -> dict[str, Tried]:
     """Wait for the children, and return the results of their imports by name."""
-    return {name: _outcome(child.wait()) for name, child in children.items()}
-
-
-def _outcome(ended: Ended) -> Tried:
-    for message in ended.messages:
-        return Tried(str(message["error"]), float(message["seconds"]))
-    return Tried(f"its import {ended.ending}", ended.seconds, known=ended.code is not None)
+    ended = {name: child.wait() for name, child in children.items()}
+    return {name: next((Tried(str(message["error"]), float(message["seconds"])) for message in one.messages),
+                       Tried(f"its import {one.ending}", one.seconds, known=one.code is not None))
+            for name, one in ended.items()}
 
 
 def step_back() -> None:
@@ -84,12 +81,11 @@ def step_back() -> None:
     for _ in range(10 if hasattr(os, "getsid") and os.getsid(0) == os.getpid() else 0):
         try:
             AUTOGROUP.write_text(str(LOWER))
+            break
         except BlockingIOError:
             time.sleep(random.uniform(0.1, 0.2))
-            continue
         except OSError:  # no /proc, or a kernel without autogroup
-            pass
-        break
+            break
 
 
 def import_extension(package: str) -> None:

@@ -78,10 +78,8 @@ class Machine(NamedTuple):
     @property
     def names(self) -> dict[Target, list[str]]:
         """Return the device names of each target. Equal GPUs have equal targets, so they share one entry."""
-        names: dict[Target, list[str]] = {}
-        for name, target in self.targets.items():
-            names.setdefault(target, []).append(name)
-        return names
+        return {target: [name for name, other in self.targets.items() if other == target]
+                for target in self.targets.values()}
 
     @property
     def cards(self) -> list[tuple[str, Target]]:
@@ -207,12 +205,10 @@ def examine() -> Machine:
     triton, triton_error = state or ("", error)
     settings, policy_error = attempt(policy.current)
     targets: dict[str, Target] = {}
-    lost: dict[str, str] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of GPUs and drivers that the report also covers
         names, error = attempt(_devices, torch) if torch is not None else (None, "")
-        if error:
-            lost["GPUs"] = error
+        lost = {"GPUs": error} if error else {}
         for name in (names or ["cpu"]) if torch is not None else ():
             target, error = attempt(lambda name=name: probe(torch.device(name)))
             if target is None:

@@ -39,9 +39,8 @@ def one_step(model: nn.Module, batch: Any) -> Iterator[Check]:
                 hooked.register_hook(partial(_check, what, "the code after this layer made it"))
     hooks = [hook for module in names for hook in (module.register_forward_pre_hook(enter),
                                                    module.register_forward_hook(leave))]
-    devices = {one.device for one in before if one.is_cuda}
-    with (warnings.catch_warnings(record=True) as caught, torch.random.fork_rng(devices),
-          policy.settings(debug=True)):
+    with (warnings.catch_warnings(record=True) as caught,
+          torch.random.fork_rng({one.device for one in before if one.is_cuda}), policy.settings(debug=True)):
         warnings.simplefilter("always", numerics.NumericsWarning)
         try:
             for one in before:

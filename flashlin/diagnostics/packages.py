@@ -117,10 +117,9 @@ def section(machine: Machine, import_all: bool,
 def distributions() -> dict[str, str]:
     """Return the version of each installed distribution of these packages, by the name that pip uses."""
     found = {}
-    for known in PACKAGES.values():
-        for name in known.distributions:
-            with suppress(metadata.PackageNotFoundError):
-                found[name] = metadata.version(name)
+    for name in (name for known in PACKAGES.values() for name in known.distributions):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found
 
 
@@ -262,8 +261,7 @@ def judged(whose: str, why: str, gpu: bool) -> tuple[Status, str]:
 
 def _flaws(stack: Stack) -> Iterable[Flaw]:
     for flaw in KNOWN_FLAWS:
-        where = flaw.hits(stack)
-        if where:
+        if where := flaw.hits(stack):
             status: Status = ("worked around" if flaw.mended(stack) else "degraded" if flaw.always
                               else "could not check")
             version = stack.versions.get(flaw.package, "") if where == (flaw.package,) else ""

@@ -96,9 +96,8 @@ def run(case: Any, device: Any, dtype: Any) -> tuple[bool, str]:
     Return True if all tensors are right, and a text on the tensor nearest to its bound.
     """
     from flashlin.testing.compare import check
-    verdicts = check(case, device, dtype)
-    worst = max(verdicts, key=lambda verdict: (not verdict.ok, verdict.rms != verdict.rms,
-                                               verdict.rms / verdict.allowed))
+    worst = max(check(case, device, dtype), key=lambda verdict: (
+        not verdict.ok, verdict.rms != verdict.rms, verdict.rms / verdict.allowed))
     row = "" if worst.ok else f", row {worst.row:.1e}"
     return worst.ok, f"worst is {worst.tensor}, error {worst.rms:.1e} of {worst.allowed:.1e} allowed{row}"
 
