@@ -67,7 +67,11 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     if machine.old_libstdcxx or machine.numpy_on_path:
         return [], ""  # every torch and Triton would load this library
     cards, here = machine.known_cards, Pair(machine.torch_version, machine.triton)
-    broken = _broken(machine, bool(cards))
+    # True if torch or Triton cannot be used, so that the present pair is not an option. The checks report the
+    # reason.
+    broken = bool(machine.torch is None or machine.mixed or machine.uncovered or machine.other_build
+                  or (machine.triton_error and (cards or machine.triton_error != "not installed"))
+                  or (machine.unseen and (machine.driver_too_old or machine.without_code(cards))))
     stay = _judge(here, here, cards, machine.policy, ops)
     if not broken and not any(stay.prices) and not stay.strange:
         return [], ""  # nothing is better
@@ -116,17 +120,6 @@ def _best(pairs: Iterable[Pair], judge: Callable[[Pair], Judged], start: Judged)
     return best and best[1]
 
 
-def _broken(machine: Machine, gpu: bool) -> bool:
-    """Return True if torch or Triton cannot be used, so that the present pair is not an option.
-
-    The checks report the reason.
-    """
-    return bool(machine.torch is None or machine.mixed or machine.uncovered or machine.other_build
-                or (machine.triton_error and (gpu or machine.triton_error != "not installed"))
-                or (machine.unseen and (machine.driver_too_old
-                                        or machine.without_code(machine.known_cards))))
-
-
 def _candidates(here: Pair, machine: Machine) -> list[Pair]:
     """Return the pairs of torch and Triton to compare.
 
@@ -138,9 +131,8 @@ def _candidates(here: Pair, machine: Machine) -> list[Pair]:
     last = {release(pair.torch)[:2]: pair for pair in known}
     mine = [pair for pair in known if release(pair.torch) == (*release(here.torch), 0)[:3]]
     if machine.torch is not None and here.torch and not mine:
-        newest = releases.RELEASES[-1].version
         mine = [Pair(here.torch, next((one.version for one in machine.dists if one.name == "triton"),
-                                      newest))]
+                                      releases.RELEASES[-1].version))]
     return list(dict.fromkeys([*mine, *last.values()]))
 
 

@@ -150,11 +150,10 @@ def weights(layer: nn.Module) -> Weights:
     counted: Counter[torch.dtype] = Counter()
     for one in tensors:
         counted[one.dtype] += one.numel()
-    most = counted.most_common(1)[0][0]
-    dtype = str(most).removeprefix("torch.")
+    dtype = str(counted.most_common(1)[0][0]).removeprefix("torch.")
     devices = {one.device for one in tensors}
-    hook = getattr(layer, "_hf_hook", None)  # accelerate's hook, which loads offloaded weights
-    said = getattr(hook, "execution_device", None)
+    # accelerate's hook, which loads offloaded weights
+    said = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         return Weights(None, dtype, f"its weights are on {names}: the device of the call cannot be read")
@@ -165,10 +164,8 @@ def weights(layer: nn.Module) -> Weights:
                                           "a library that does not say where it loads them")
         device = torch.device(said if not isinstance(said, int) else f"cuda:{said}")
     # quantised weights are integers, or have a class of their own
-    if dtype not in DTYPES:
-        return Weights(device, dtype,
-                       f"its weights are {dtype}, quantised: the dtype of the call cannot be read")
-    return Weights(device, dtype, "")
+    return Weights(device, dtype, "" if dtype in DTYPES else
+                   f"its weights are {dtype}, quantised: the dtype of the call cannot be read")
 
 
 def check(model: Any) -> None:
@@ -310,10 +307,8 @@ def together(names: Iterable[str]) -> str:
 
 def spans(numbers: Iterable[int]) -> str:
     """Return numbers as ranges: 0, 1, 2, 4 become ``0-2,4``."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    there = set(numbers)
+    firsts = sorted(number for number in there if number - 1 not in there)
+    lasts = sorted(number for number in there if number + 1 not in there)
+    return ",".join(str(first) if first == last else f"{first}-{last}"
+                    for first, last in zip(firsts, lasts, strict=True))

@@ -245,9 +245,8 @@ class Report(Facts):
     @model_validator(mode="before")
     @classmethod
     def _computed_anew(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {name: value for name, value in values.items() if name not in cls.model_computed_fields}
+        return values if not isinstance(values, dict) else {
+            name: value for name, value in values.items() if name not in cls.model_computed_fields}
 
     @computed_field  # type: ignore[prop-decorator]  # mypy does not support decorated properties
     @property
@@ -294,8 +293,7 @@ class Report(Facts):
         bad += [f"{ran.case} {ran.dtype}: {ran.detail}" for ran in self.ran if ran.status == "problem"]
         bad += [f"{layer.layers} calls {layer.function}: {layer.because}"
                 for layer in self.layers if layer.verdict == "problem"]
-        stopped = [plan for plan in self.plans if plan.verdict == "problem"]
-        if stopped:
+        if stopped := [plan for plan in self.plans if plan.verdict == "problem"]:
             why = "" if bad else f" ({stopped[0].because})"
             bad.append(f"{len(stopped)} of {len(self.plans)} ops cannot run, or may be wrong{why}")
         return bad
@@ -305,8 +303,7 @@ class Report(Facts):
 
         An unused GPU comes first, then a GPU that is used at a cost, then calls of other packages.
         """
-        idle = [check.detail for check in self.checks if check.status == "degraded"]
-        if idle:
+        if idle := [check.detail for check in self.checks if check.status == "degraded"]:
             return f"every op runs, but {'; and '.join(_few(idle))}"
         slower = [plan for plan in self.plans if plan.verdict == "degraded"]
         cards = " and ".join(dict.fromkeys(one.name for one in self.devices if one.backend in GPUS))
@@ -329,8 +326,7 @@ class Report(Facts):
 
     def _plain(self) -> str:
         """Return the sentence for the grade ``ok``."""
-        around = [plan for plan in self.plans if plan.verdict == "worked around"]
-        if around:
+        if around := [plan for plan in self.plans if plan.verdict == "worked around"]:
             return f"every op runs, {self._prices(around) or 'some of them around a limit of the machine'}"
         if not any(one.backend in GPUS for one in self.devices):
             return "every op runs, in plain torch: there is no GPU to use"
@@ -401,7 +397,7 @@ class Report(Facts):
         left.
         """
         first = _wrapped(f"flashlin {self.version}: {self.verdict}")
-        head = [first[0].replace(self.grade, _painted(self.grade, self.grade, colour), 1), *first[1:], ""]
+        head = [_painted(first[0], self.grade, self.grade, colour), *first[1:], ""]
         for device in self.devices:
             head += _wrapped(str(device), "  ", "    ")
         rest = list(self._beside_ops(" ".join(first), colour))
@@ -417,8 +413,7 @@ class Report(Facts):
             told.sort(key=lambda entry: STATUSES.index(entry.status))
             for entry in told[:SHOWN]:
                 [first, *rest] = _wrapped(f"{entry.status}  {entry.name}: {entry.detail}", "  ", "    ")
-                painted = _painted(entry.status, entry.status, colour)
-                yield from [first.replace(entry.status, painted, 1), *rest]
+                yield from [_painted(first, entry.status, entry.status, colour), *rest]
                 yield from _wrapped(f"fix: {entry.fix}", "    ", "    ") if entry.fix else ()
             if len(told) > SHOWN:
                 yield f"  and {len(told) - SHOWN} more"
@@ -451,7 +446,7 @@ class Report(Facts):
             # for another GPU.
             count = "else" if status == "ok" and number and len(self.devices) > 1 else len(ops)
             [line, *more] = _wrapped(f"{count}  {way}{on}{why}", "  ", "    ")
-            block = [line.replace(way, _painted(way, status, colour), 1), *more]
+            block = [_painted(line, way, status, colour), *more]
             if count != "else" and len(ordered) > 1 and len(ops) <= every_op // 2:
                 block += _wrapped(", ".join(ops), "    ", "    ", lines=1)
             worst = plans[0].cost.rpartition("; ")[2]  # of the last call with another cost
@@ -466,8 +461,7 @@ class Report(Facts):
 
     def _told(self, because: str) -> str:
         """Return ``because`` as text. If it is the id of a known issue, the effect of the issue follows."""
-        effect = next((f" ({issue.effect})" for issue in self.issues if issue.id == because), "")
-        return f"{because}{effect}"
+        return because + next((f" ({issue.effect})" for issue in self.issues if issue.id == because), "")
 
     def _entries(self) -> Iterator[tuple[str, list[Check]]]:
         """Yield (title, entries) of everything except the ops. Each entry has the form of a check."""
@@ -500,8 +494,7 @@ class Report(Facts):
     _repr_markdown_ = markdown
 
     def __repr__(self) -> str:
-        on = "; ".join(str(device) for device in self.devices)
-        return f"<flashlin.Report {self.grade}: {len(self.plans)} ops on {on}>"
+        return f"<flashlin.Report {self.grade}: {len(self.plans)} ops on {'; '.join(map(str, self.devices))}>"
 
     def __str__(self) -> str:
         return self.text()
@@ -514,8 +507,10 @@ def _few(texts: list[str]) -> list[str]:
     return texts[:2] + ([f"{len(texts) - 2} more"] if len(texts) > 2 else [])
 
 
-def _painted(text: str, status: str, colour: bool) -> str:
-    return f"\x1b[{COLOURS[status]}m{text}\x1b[0m" if colour and status in COLOURS else text
+def _painted(text: str, part: str, status: str, colour: bool) -> str:
+    """Return a text whose first occurrence of ``part`` has the colour of a status."""
+    painted = f"\x1b[{COLOURS[status]}m{part}\x1b[0m" if colour and status in COLOURS else part
+    return text.replace(part, painted, 1)
 
 
 def _wrapped(text: str, first: str = "", then: str = "", lines: int | None = None) -> list[str]:

@@ -181,9 +181,8 @@ def ways(planned: Planned) -> str:
                  for one in counted[:-1]]
         by_dtype.setdefault(", ".join([*parts, f"else {counted[-1]}" if parts else counted[-1]]),
                             []).append(dtype)
-    if len(by_dtype) == 1:
-        return next(iter(by_dtype))
-    return "; ".join(f"{', '.join(dtypes)}: {text}" for text, dtypes in by_dtype.items())
+    return "; ".join(f"{', '.join(dtypes)}: {text}" if len(by_dtype) > 1 else text
+                     for text, dtypes in by_dtype.items())
 
 
 def _condition(some: set[Kind], every: set[Kind]) -> str:

@@ -305,8 +305,7 @@ class Reading:
         begin: the place of the text.
         """
         lines = [line for line in text.splitlines() if line.strip()]
-        if lines:
-            self._last = lines[-1]
+        self._last = lines[-1] if lines else self._last
         if errors:
             self._error = next((line for line in reversed(lines) if ERROR.search(line)), self._error)
             place = begin
@@ -374,9 +373,8 @@ class Reading:
         for symptom in known.symptoms:
             if _sought(symptom) in self._found:
                 if known.seen_in and _sought(known.seen_in) not in self._found:
-                    because = (f"it prints {symptom!r}, and so may other programs: to be sure, the traceback "
-                               f"should have {known.seen_in.strip()!r}")
-                    return Match(known, False, because)
+                    return Match(known, False, f"it prints {symptom!r}, and so may other programs: to be "
+                                               f"sure, the traceback should have {known.seen_in.strip()!r}")
                 shared = known.general or known.noise or symptom in _shared()
                 because = f"it prints exactly this: {symptom!r}"
                 return Match(known, True, because, known.certain and not shared)
@@ -398,8 +396,7 @@ class Reading:
                 continue
             mine = [rest if (rest := _rest(symptom)) and _sought(rest) in self._found
                     else pieces.get(symptom, "") for symptom in known.symptoms]
-            piece = max(mine, key=len, default="")
-            if piece:
+            if piece := max(mine, key=len, default=""):
                 because = f"the text has a piece of what it prints: {piece!r}"
                 found.append((len(piece), Match(known, False, because)))
         longest = max((length for length, _ in found), default=0)
@@ -543,8 +540,7 @@ def why(failure: BaseException | str, target: str | Target | None = None) -> str
     """
     if not isinstance(failure, (BaseException, str)):
         raise TypeError(f"failure: got {type(failure).__name__}, need an exception or a text")
-    text = failure if isinstance(failure, str) else "".join(traceback.format_exception(failure))
-    reading = read_text(text)
+    reading = read_text(failure if isinstance(failure, str) else "".join(traceback.format_exception(failure)))
     return answer((reading if target is None else reading.on(target)).matches())
 
 
