@@ -144,9 +144,12 @@ class Kernel:
             return found
         kernel, made = self.kernel, self._start_by_triton(programs, values, num_warps, num_stages)
         # A compilation hook of Triton may have cancelled the launch: made is then None. Triton compares
-        # global values that may change at each launch, so kernels that read such values are not cached.
-        if (type(made) is not triton_module().compiler.CompiledKernel or _reads_changing_values(kernel)
-                or made.metadata.target.backend != "cuda"):
+        # global values that may change at each launch, so kernels that read such values are not cached. These
+        # are all global values, except those of modules of flashlin.kernels, which never change.
+        if (type(made) is not triton_module().compiler.CompiledKernel
+                or made.metadata.target.backend != "cuda"
+                or any(not home.get("__name__", "").startswith("flashlin.kernels.")
+                       for _, home in kernel.used_global_vals.values())):
             return None
         known = made.function, made.packed_metadata, None, None, None
         found = kind.compiled[key] = Compiled(self._launcher(made), known, kernel,
@@ -167,10 +170,7 @@ class Kernel:
         described, before = self.described, 4 + KNOWN
         if described is None:
             return run
-
-        def lending(*given: Any) -> None:
-            run(*given[:before], *described.lent(given[before:]))
-        return lending
+        return lambda *given: run(*given[:before], *described.lent(given[before:]))
 
     def lacks(self, values: Values, num_warps: int, num_stages: int, device: int) -> Any:
         """Return a key of the compiled kernel that ``start`` would need, if it is not compiled yet.
@@ -248,15 +248,6 @@ def _switches() -> tuple[Any, ...]:
     """Return Triton's settings that select the compiled kernel at each launch: debug and instrumentation."""
     knobs = triton_module().knobs
     return knobs.runtime.debug, knobs.compilation.instrumentation_mode
-
-
-def _reads_changing_values(kernel: Any) -> bool:
-    """Return True if a kernel reads global values that may change.
-
-    These are all global values, except those of modules of flashlin.kernels, which never change.
-    """
-    return any(not home.get("__name__", "").startswith("flashlin.kernels.")
-               for _, home in kernel.used_global_vals.values())
 
 
 def watched() -> bool:

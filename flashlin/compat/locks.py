@@ -71,14 +71,9 @@ class ThreadLock:
         return False
 
 
-class _Forking(threading.local):
-    """The locks that this thread holds while it forks."""
-    held: tuple[ThreadLock, ...] = ()
-
-
 _LOCKS: weakref.WeakSet[ThreadLock] = weakref.WeakSet()
 _WAITED: list[ThreadLock] = []  # a list, because other threads may add to it while a fork reads it
-_forking = _Forking()
+_forking = threading.local()  # ``held``: the locks that this thread holds while it forks
 
 
 def _before_fork() -> None:
@@ -86,8 +81,7 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    held, _forking.held = _forking.held, ()
-    for one in held:
+    for one in vars(_forking).pop("held", ()):
         one._lock.release()
 
 

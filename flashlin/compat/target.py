@@ -187,16 +187,14 @@ def ptxas_path(triton: str, capability: tuple[int, int]) -> str:
 
     The environment variable of ``ptxas_variable`` wins over the ptxas in Triton's wheel.
     """
-    named = os.environ.get(ptxas_variable(triton, capability))
-    if named:
+    if named := os.environ.get(ptxas_variable(triton, capability)):
         return named
     try:
         import triton as module
     except (Exception, SystemExit):  # triton_state reports the reason; without Triton there is no ptxas
         return ""
     folder = Path(module.__file__ or "").parent / "backends" / "nvidia" / "bin"
-    modern = capability >= nearest(triton).blackwell_from
-    names = ("ptxas-blackwell", "ptxas") if modern else ("ptxas",)
+    names = ("ptxas-blackwell", "ptxas") if capability >= nearest(triton).blackwell_from else ("ptxas",)
     return next((str(folder / name) for name in names if (folder / name).exists()), "")
 
 
@@ -308,8 +306,7 @@ def parse(text: str, *, torch_version: str = "") -> Target:
     for part in filter(None, (one.strip() for one in re.split(r",|(?<!\s)\s+(?=\w+\s*=)", text))):
         key, is_pair, value = part.partition("=")
         key, value = (key.strip().lower(), value.strip("= ")) if is_pair else ("card", part)
-        bare = re.search(r"(?<![\w.])v?(\d+(?:\.\d+)+)", value) if key == "card" else None
-        if bare:
+        if key == "card" and (bare := re.search(r"(?<![\w.])v?(\d+(?:\.\d+)+)", value)):
             raise ValueError(f"target: got the version {bare[1]} without a name, need triton={bare[1]} or "
                              f"torch={bare[1]}; for example H100,triton=3.2.0")
         if key not in KEYS or not value:
