@@ -190,9 +190,8 @@ class Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         """Print the line and exit."""
         with redirect_stdout(sys.stderr):
-            shown = ", ".join([f"flashlin {flashlin.__version__}",
-                               *(f"{name} {version_of(name)}" for name in ("torch", "triton"))])
-        print(shown)
+            torch, triton = version_of("torch"), version_of("triton")
+        print(f"flashlin {flashlin.__version__}, torch {torch}, triton {triton}")
         parser.exit()
 
 
@@ -201,8 +200,7 @@ def version_of(package: str) -> str:
     try:
         return str(import_module(package).__version__)
     except (Exception, SystemExit) as error:  # a broken package may raise any exception
-        missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        return ("not installed" if missing
+        return ("not installed" if isinstance(error, ModuleNotFoundError) and error.name == package
                 else f"broken ({type(error).__name__}: {' '.join(str(error).split())})")
 
 

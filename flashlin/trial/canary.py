@@ -45,7 +45,10 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
     wanted = target.backend == "cuda" and policy.current().canary == "auto" and not machine.pretending()
     if asked.given is None and key not in _done and wanted:
         for _ in range(ROUNDS):
-            trial = _trial(the_plan)
+            # Try the op of the planned mode. Only families with heads have a head dimension, not norms and
+            # convolutions.
+            op = asked.op if dispatch.OPS[asked.op][1] != "auto" else f"{the_plan.problem.mode}_{asked.op}"
+            trial = run.Trial(op, asked.dtype, asked.K if family_of(op).head_dim else 0)
             if not _doubtful(the_plan, trial):
                 break
             with local_results.alone(str(trial)):
@@ -65,17 +68,6 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
     return the_plan
 
 
-def _trial(the_plan: Plan) -> run.Trial:
-    """Return the trial that matches a plan best.
-
-    For an op with an automatic mode, try the op of the planned mode. Pass a head dimension only for families
-    with heads, so not for norms and convolutions.
-    """
-    asked = the_plan.asked
-    op = asked.op if dispatch.OPS[asked.op][1] != "auto" else f"{the_plan.problem.mode}_{asked.op}"
-    return run.Trial(op, asked.dtype, asked.K if family_of(op).head_dim else 0)
-
-
 def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:
     """Return True if a plan needs a trial, because one of its kernels has not run on this kind of GPU.
 
@@ -87,8 +79,8 @@ def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:
     if last is not None and (last.word in ("ran", "torch path")
                              or (last.word == "not tried" and 0 <= time.time() - last.when < local_results.A_DAY)):
         return False
-    return any(launch.config not in here.kernels and launch_table.trust(
-        launch.config, the_plan.target) != "ran"
+    return any(launch.config not in here.kernels
+               and launch_table.trust(launch.config, the_plan.target) != "ran"
                for launch in the_plan.launches)
 
 

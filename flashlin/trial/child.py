@@ -68,11 +68,10 @@ def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) ->
     device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     if given.known:
         local_results.know(sys.stdin.read(), probe(device))
-    launched = False
+    launched = []
 
     def noting(launch: Any, *rest: Any) -> None:
-        nonlocal launched
-        launched = True
+        launched.append(launch.config)
         say(launch=launch.config)
         try:
             door._start(launch, *rest)

@@ -151,8 +151,7 @@ def _child(trial: Trial, device: torch.device, target: Target, limit: float, sma
                      seconds)
     at = f"at {struck}" if struck else f"after {configs[-1]}" if configs else "before any kernel"
     line = f": {ended.line}" if ended.code is not None and ended.line else ""
-    blamed: Word = "not tried"
-    if struck and ended.kind == "kernel":
-        blamed = "hang" if ended.timed_out else "abort or illegal access"
+    blamed: Word = ("not tried" if not struck or ended.kind != "kernel" else
+                    "hang" if ended.timed_out else "abort or illegal access")
     return Tried(trial, blamed, f"{ended.how}, {at}{line}"[:SAID], launched, struck, ended.kind == "memory",
                  seconds)
