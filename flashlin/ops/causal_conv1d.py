@@ -6,7 +6,7 @@ It runs the kernels of ``flashlin.causal_conv1d``:
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +15,10 @@ from torch import Tensor
 from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.plan_types import Plan, Problem
-from flashlin.guards.tensors import (
-    check_cu_seqlens,
-    check_dense,
-    check_device,
-    check_integers,
-    need_tensor,
-    shown,
-)
+from flashlin.guards.tensors import check_cu_seqlens, check_integers, need_tensor
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
-from flashlin.ops._common.arguments import check_nonempty, check_optional, check_written
+from flashlin.ops._common.arguments import check_nonempty, check_optional, check_seq_idx, check_written
 from flashlin.ops._common.casting import as_planned, contiguous, dtypes_of, strictest, wants_grad
 from flashlin.ops._common.entry import entry, without_autocast
 from flashlin.ops._common.operator import Overwriting, kernels
@@ -190,17 +183,6 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     inside = rows >= edges[:-1, None]
     padded = F.pad(x, (0, 0, 1, 0))  # row 0 (zeros) represents tokens before a sequence
     return padded[torch.where(inside, rows + 1, 0)].transpose(1, 2)
-
-
-def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
-    """Raise an error unless seq_idx is an integer tensor [b, T] on the device of x."""
-    check_dense("seq_idx", seq_idx, "a tensor of integers of shape [b, T]")
-    if (seq_idx.is_floating_point() or seq_idx.is_complex() or seq_idx.is_quantized
-        or seq_idx.dtype == torch.bool):
-        raise TypeError(f"seq_idx: got {seq_idx.dtype}, need a tensor of integers of shape [b, T]")
-    if tuple(seq_idx.shape) != (b, T):
-        raise ValueError(f"seq_idx: got shape {shown(seq_idx.shape)}, need [b, T] = {shown((b, T))}")
-    check_device("seq_idx", seq_idx, x.device, "x")
 
 
 @without_autocast

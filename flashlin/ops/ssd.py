@@ -22,12 +22,12 @@ from flashlin.kernels.norm.recipe import RMS
 from flashlin.kernels.pointwise.nonfinite import contained, released, spread
 from flashlin.kernels.sequences import widest
 from flashlin.ops import simple_gla
-from flashlin.ops._common.arguments import check_linear, check_optional, check_rows, linear
+from flashlin.ops._common.arguments import check_linear, check_optional, check_rows, check_seq_idx, linear
 from flashlin.ops._common.casting import common_dtype, linear_dtype
 from flashlin.ops._common.chunked import Request, run_chunked
 from flashlin.ops._common.entry import entry, linear_entry, without_autocast
 from flashlin.ops._common.pointwise import scaled, skipped
-from flashlin.ops.causal_conv1d import begins, check_seq_idx, convolved
+from flashlin.ops.causal_conv1d import begins, convolved
 from flashlin.ops.conv import check_filters, is_silu
 from flashlin.ops.norm import mamba_norm
 

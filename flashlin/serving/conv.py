@@ -6,16 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.guards.tensors import (
-    check_cu_seqlens,
-    check_dense,
-    check_floats,
-    check_integers,
-    need_tensor,
-    shown,
-)
+from flashlin.guards.tensors import check_cu_seqlens, check_floats, check_integers, need_tensor
 from flashlin.kernels.recurrent.pool_torch import put, rows_of, states_of
-from flashlin.ops._common.arguments import check_written
+from flashlin.ops._common.arguments import check_has, check_written
 from flashlin.ops._common.casting import wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops.conv import causal_conv1d, check_filters
@@ -90,14 +83,3 @@ def causal_conv1d_prefill(x: Tensor, conv_state: Tensor, weight: Tensor, bias: T
         states = states.scatter(2, order[:, None].expand(states.shape), states)
     put(conv_state, places, states, there & (length > 0))
     return rows_of(y, bounds, there)
-
-
-def check_has(name: str, has: Tensor, N: int, device: torch.device) -> None:
-    """Raise unless ``has`` is a bool tensor [N] on that device."""
-    check_dense(name, has, "a bool tensor of shape [N]")
-    if has.dtype != torch.bool:
-        raise TypeError(f"{name}: got {has.dtype}, need a bool tensor of shape [N]")
-    if has.shape != (N,):
-        raise ValueError(f"{name}: got shape {shown(has.shape)}, need [N] = [{N}]")
-    if has.device != device:
-        raise ValueError(f"{name}: got device {has.device}, need {device}, where the tokens are")

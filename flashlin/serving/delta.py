@@ -6,7 +6,7 @@ Source: Yang et al. 2024 (arXiv 2412.06464), Kimi Team 2025 (arXiv 2510.26692).
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from flashlin.guards.tensors import (
 )
 from flashlin.kernels.recurrent import pool_torch
 from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.ops._common.arguments import check_has
 from flashlin.ops._common.casting import can_write, common_dtype, count_of, dtype_as_planned, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Overwriting, kernels
@@ -36,7 +37,6 @@ from flashlin.ops._common.recurrent import flags_of, loadable, problem_of
 from flashlin.ops.gated_delta_rule import chunk_gated_delta_rule
 from flashlin.ops.gates import checked_bound
 from flashlin.ops.kda import chunk_kda, gate_of
-from flashlin.serving.conv import check_has
 
 MODES = ("chunk", "fused_recurrent")
 
@@ -202,8 +202,7 @@ def _on_pool(given: Inputs, pool: Tensor, indices: Tensor, accepted: Any, scale:
     common = common_dtype(x.v, x.q, x.k)
     beside = Beside(pool, table, accepted, scale, " ".join(flags), x.v.dtype, planned_as)
     x = x._replace(q=x.q.to(common), k=x.k.to(common), v=x.v.to(common))
-    o: Tensor = DECODE.run_planned(x, beside)
-    return o
+    return cast(Tensor, DECODE.run_planned(x, beside))
 
 
 def _token_by_token(plan: Plan, x: Inputs, beside: Beside) -> Tensor:

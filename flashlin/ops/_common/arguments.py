@@ -110,6 +110,28 @@ def check_packed(x: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any = None, first: 
     return bounds, bounds.shape[0] - 1
 
 
+def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
+    """Raise an error unless seq_idx is an integer tensor [b, T] on the device of x."""
+    check_dense("seq_idx", seq_idx, "a tensor of integers of shape [b, T]")
+    if (seq_idx.is_floating_point() or seq_idx.is_complex() or seq_idx.is_quantized
+        or seq_idx.dtype == torch.bool):
+        raise TypeError(f"seq_idx: got {seq_idx.dtype}, need a tensor of integers of shape [b, T]")
+    if tuple(seq_idx.shape) != (b, T):
+        raise ValueError(f"seq_idx: got shape {shown(seq_idx.shape)}, need [b, T] = {shown((b, T))}")
+    check_device("seq_idx", seq_idx, x.device, "x")
+
+
+def check_has(name: str, has: Tensor, N: int, device: torch.device) -> None:
+    """Raise unless ``has`` is a bool tensor [N] on that device."""
+    check_dense(name, has, "a bool tensor of shape [N]")
+    if has.dtype != torch.bool:
+        raise TypeError(f"{name}: got {has.dtype}, need a bool tensor of shape [N]")
+    if has.shape != (N,):
+        raise ValueError(f"{name}: got shape {shown(has.shape)}, need [N] = [{N}]")
+    if has.device != device:
+        raise ValueError(f"{name}: got device {has.device}, need {device}, where the tokens are")
+
+
 def suspect_layout(op: str, T: int, H: int) -> None:
     """Warn once per op if T < H, because the tensors may be [B, H, T, D] instead of [B, T, H, D].
 
