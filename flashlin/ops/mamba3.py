@@ -33,15 +33,7 @@ from flashlin.kernels.rotation.recipe import FAMILY
 from flashlin.kernels.sequences import widest
 from flashlin.ops import simple_gla
 from flashlin.ops._common.arguments import check_optional, check_packed, check_rows
-from flashlin.ops._common.casting import (
-    as_planned,
-    common_dtype,
-    contiguous,
-    dtype_as_planned,
-    dtypes_of,
-    strictest,
-    wants_grad,
-)
+from flashlin.ops._common.casting import cast_call, common_dtype, contiguous, dtypes_of, strictest, wants_grad
 from flashlin.ops._common.chunked import Request, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Gradients, Operator, kernels
@@ -143,7 +135,10 @@ def mamba3_siso_combined(
                     bounds=bounds)
     q, k, q_first, last_k, alike, angle = turned(op, inputs, dtype)
 
-    found = None if states is None else _found(states, torch_path.first(past, packed), dtype)
+    found = None
+    if states is not None:  # the first token reads the initial state plus past v k^T of the token before it
+        written = torch_path.first(past, packed)[..., None] * states.v.to(dtype)
+        found = states.ssm + written[..., None] * states.k.to(dtype)[:, :, None]
     request = Request(op, 1.0, found, return_final_states, bounds, state_v_first=True)
     y, ssm = run_chunked(simple_gla.FAMILY, request, (q, k, V.to(dtype), decay, None))
     del q, k
@@ -165,22 +160,12 @@ def mamba3_siso_combined(
     return y, last_angle, ssm.to(wide), last_k, last_v
 
 
-def _found(states: States, past: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the state [n, H, P, N] that the first token of each sequence reads.
-
-    It is the initial state plus past v k^T, where k and v belong to the token before the sequence.
-    past: [n, H], the weight (1 - r) DT of the first token.
-    """
-    k, v = states.k.to(dtype), states.v.to(dtype)
-    return states.ssm + (past[..., None] * v)[..., None] * k[:, :, None]
-
-
 def _with_first(y: Tensor, q: Tensor, found: Tensor, kept: Tensor, z: Tensor | None,
                 packed: torch_path.Packed | None) -> Tensor:
     """Return y plus the values that the first token of each sequence reads from its initial state.
 
     q: [n, H, N], the rotated q of the first tokens.
-    found: [n, H, P, N], the result of _found.
+    found: [n, H, P, N], the states that the first tokens read.
     kept: [n, H], the decay e^{ADT} of the first tokens.
     z: [n, H, P], the gate of the first tokens, or None.
     packed: the rows of packed sequences, or None for a dense batch.
@@ -268,7 +253,7 @@ def problem_of(x: Inputs, how: Scalars) -> Problem:
 
 def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:
     if dot != "native":
-        x, how = as_planned(x, dot), how._replace(dtype=dtype_as_planned(how.dtype, dot))
+        x, how = cast_call(x, how, dot)
     return Inputs(*contiguous(*x)), how
 
 

@@ -62,6 +62,11 @@ def dtype_as_planned(dtype: torch.dtype, dot: str) -> torch.dtype:
     return torch.float32 if dot == "fp32" and dtype in SIXTEEN_BITS else dtype
 
 
+def cast_call(x: X, how: Any, dot: str) -> tuple[X, Any]:
+    """Return the tensors of a call, and its scalars with their ``dtype``, in the dtypes that kernels need."""
+    return as_planned(x, dot), how._replace(dtype=dtype_as_planned(how.dtype, dot))
+
+
 def can_write(plan: Plan, pool: Tensor, dtype: torch.dtype) -> bool:
     """Return True if the plan's kernels can update a pool of states in place.
 

@@ -14,14 +14,7 @@ from flashlin.dispatch import OPS
 from flashlin.guards.plan_types import Plan, Problem
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, READ, SCALE, SKIP
-from flashlin.ops._common.casting import (
-    as_planned,
-    contiguous,
-    dtype_as_planned,
-    dtypes_of,
-    strictest,
-    wants_grad,
-)
+from flashlin.ops._common.casting import cast_call, contiguous, dtypes_of, strictest, wants_grad
 from flashlin.ops._common.entry import own_nodes
 from flashlin.ops._common.gradients import INSTEAD, once
 from flashlin.ops._common.operator import kernels
@@ -148,7 +141,7 @@ class _Planned(Planned[Any, Scalars]):
 
 def _cast(tensors: tuple[Any, ...], how: Scalars, dot: str) -> tuple[Any, Scalars]:
     if dot != "native":
-        tensors, how = as_planned(tensors, dot), how._replace(dtype=dtype_as_planned(how.dtype, dot))
+        tensors, how = cast_call(tensors, how, dot)
     return tensors if how.family in APART else contiguous(*tensors), how
 
 
