@@ -77,12 +77,8 @@ def run_over_ranks(family: Chunked, request: Request, tensors: tuple[Tensor | No
     asked = asked._replace(ranks=shard.size, options=tuple(sorted({*asked.options, *options})))
     if planned(asked, q.device).problem.over == "heads":
         return _by_heads(family, alone, tensors, shard, how)
-
-    def carried(x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
-        over = Over(how, shard, how.needs_grad, how.call)
-        outputs: tuple[Tensor, Tensor] = operator(family).run_planned(x, over)
-        return outputs
-    o, ht = run_chunked(family, mine, tensors, run=carried, **how)
+    o, ht = run_chunked(family, mine, tensors, **how, run=lambda x, scalars: operator(family).run_planned(
+        x, Over(scalars, shard, scalars.needs_grad, scalars.call)))
     return shard.back(o), None if ht is None else shard.share(ht, B)
 
 
@@ -92,11 +88,11 @@ def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, .
     def mine(x: Tensor, dim: int) -> Tensor:
         return x.chunk(shard.size, dim)[shard.rank]
 
-    given = [x if x is None else ranks.of_heads(shard, x) if "T" in argument.shape else mine(x, 0)
+    given = [x if x is None else ranks.traded(shard, x, 2, 1) if "T" in argument.shape else mine(x, 0)
              for x, argument in zip(tensors, family.arguments.values(), strict=True)]
     h0 = None if request.h0 is None else mine(request.h0, 1)
     o, ht = run_chunked(family, request._replace(h0=h0), tuple(given), **how)
-    o = ranks.of_tokens(shard, o)
+    o = ranks.traded(shard, o, 1, 2)
     if ht is not None:  # each rank receives the final states of the sequences that end on it
         end = torch.full((ht.shape[0],), shard.size - 1, device=ht.device)
         edges, T = shard.whole, o.shape[1]
@@ -176,9 +172,8 @@ class _Chain:
         began, size, first = x.h0, left.numel(), shard.rank - shard.before
         transfers: list[Tensor] = []
         if shard.before:  # NaN until the states arrive, so that a read before their arrival is visible
-            rest = x.h0
-            if rest is None:
-                rest = _turned(left.new_zeros(count_of(x.q, x.bounds), *left.shape[1:]), how)
+            rest = x.h0 if x.h0 is not None else _turned(
+                left.new_zeros(count_of(x.q, x.bounds), *left.shape[1:]), how)
             began = torch.cat([torch.full_like(rest[:B], float("nan")), rest[B:]])
         else:
             y = y or self._forward(plan, x, how)  # this rank needs no states of other ranks
@@ -210,8 +205,7 @@ class _Chain:
         if shard.after:
             behind = arrived()[shard.rank + 1:shard.rank + shard.after + 1][::-1]
             transfers = () if y.transfers is None else y.transfers.unbind(0)[::-1]
-            came = ranks.folded(behind, [D.mT if D.ndim == 4 else D for D in transfers])
-            came = _turned(came, how)
+            came = _turned(ranks.folded(behind, [D.mT if D.ndim == 4 else D for D in transfers]), how)
             n = count_of(x.q, x.bounds)
             dht = came.new_zeros(n, *came.shape[1:]) if grads.ht is None else grads.ht.clone()
             dht[n - B:] += came
@@ -219,9 +213,8 @@ class _Chain:
         gradients = dict(self._backward(plan, x, y, grads, how, wanted))
         if not shard.after:  # without later ranks, nothing above has waited for the exchange
             arrived()
-        dh0 = gradients.get("h0")
         # The first entering states came from earlier ranks, so the caller's gradient for them is zero.
-        if shard.before and dh0 is not None:
+        if shard.before and (dh0 := gradients.get("h0")) is not None:
             gradients["h0"] = torch.cat([torch.zeros_like(dh0[:B]), dh0[B:]])
         return gradients
 
@@ -233,13 +226,11 @@ class _Chain:
         """
         if not shard.after:
             return _zeros(x, x.v.shape[3])
-        h0 = x.h0
-        if h0 is not None:
-            h0 = None if shard.before and not shard.begin else h0[h0.shape[0] - x.q.shape[0]:]
+        entered = shard.before and not shard.begin
+        h0 = None if entered or x.h0 is None else x.h0[x.h0.shape[0] - x.q.shape[0]:]
         tokens = [y[:, shard.begin:].contiguous() if y is not None and "T" in argument.shape else y
                   for y, argument in zip(x, self.family.arguments.values(), strict=False)]
-        left: Tensor = self._state_after(x._make([*tokens, h0, None]), how)
-        return _turned(left, how)
+        return _turned(self._state_after(x._make([*tokens, h0, None]), how), how)
 
     def _transfer(self, x: Any, how: Scalars, shard: Shard) -> Tensor | None:
         """Return the effect of this rank's tokens on an entering state, or None in a group of two ranks.

@@ -104,8 +104,7 @@ class Shard(NamedTuple):
 
     def back(self, x: Tensor) -> Tensor:
         """Return the caller's tokens from the rank's own contiguous tokens."""
-        y: Tensor = self.there(x, -1)
-        return y
+        return cast(Tensor, self.there(x, -1))
 
     def own(self, states: Tensor) -> Tensor:
         """Return the initial states of the rank's own sequences from the states of the whole call."""
@@ -419,20 +418,17 @@ def exchanged(shard: Shard, x: Tensor, sent: list[int] | None = None,
 
     sent, came: number of slices for each rank and from each rank; None for one slice each.
     """
-    y: Tensor = _Exchange.apply(shard.op, shard.group, x, sent, came)
-    return y
+    return cast(Tensor, _Exchange.apply(shard.op, shard.group, x, sent, came))
 
 
-def of_heads(shard: Shard, x: Tensor) -> Tensor:
-    """Return [B, size T, H / size, ...] of this rank's heads from [B, T, H, ...] of this rank's tokens."""
-    x = exchanged(shard, x.unflatten(2, (shard.size, -1)).movedim(2, 0))
-    return x.movedim(0, 1).flatten(1, 2)
+def traded(shard: Shard, x: Tensor, divided: int, joined: int) -> Tensor:
+    """Return x with dimension ``divided`` divided among the ranks, and their parts of ``joined`` joined.
 
-
-def of_tokens(shard: Shard, x: Tensor) -> Tensor:
-    """Return the inverse of ``of_heads``: all heads of this rank's tokens."""
-    x = exchanged(shard, x.unflatten(1, (shard.size, -1)).movedim(1, 0))
-    return x.movedim(0, 2).flatten(2, 3)
+    With dimensions 2 and 1, tokens [B, T, H, ...] of this rank become its heads [B, size T, H / size, ...] of
+    all tokens. With 1 and 2, such heads become all heads of this rank's tokens.
+    """
+    x = exchanged(shard, x.unflatten(divided, (shard.size, -1)).movedim(divided, 0))
+    return x.movedim(0, joined).flatten(joined, joined + 1)
 
 
 def folded(states: Sequence[Tensor], transfers: Sequence[Tensor]) -> Tensor:
