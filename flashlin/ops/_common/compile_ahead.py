@@ -112,8 +112,7 @@ class Queue:
 
     def foresee(self, *start: Any) -> None:
         """Compile the kernel of a launch that will come later, without launching it."""
-        key = self.lacking(*start)
-        if key is not None:
+        if (key := self.lacking(*start)) is not None:
             self.compile(key, False, *start)
 
     def lacking(self, known: Kernel, programs: int, values: tuple[Any, ...], warps: int, stages: int) -> Any:

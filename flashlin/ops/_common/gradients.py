@@ -97,7 +97,6 @@ def pulled_back(function: Callable[[X], Sequence[Tensor | None]], x: X, wanted: 
     def of_wanted(given: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
         return tuple(function(named._replace(**given)))
     outputs, back, *_ = torch.func.vjp(of_wanted, fields)
-    gradients: dict[str, Tensor]
     gradients, = back(tuple(torch.zeros_like(o) if grad is None else grad.to(o.dtype)
                             for o, grad in zip(outputs, grads, strict=True)))
-    return gradients
+    return dict(gradients)

@@ -283,7 +283,6 @@ class _Library(Generic[X, S, Y]):
         x, y, grads, how, wanted = self._parted(arguments)
         first = next(t for t in arguments if t is not None)
         plan = planned(self.of.problem(x, how), first.device)
-        gradients: Gradients
         if plan.problem.path != "torch":
             if self.of.name in emptied:
                 # kept(x) is complete here, because kernels that keep more than the outputs also read x.
@@ -363,8 +362,7 @@ def kernels(family: str, direction: str) -> Any:
 
 def fields_of(named: Any) -> tuple[str, ...]:
     """Return the field names of a NamedTuple or its class."""
-    names: tuple[str, ...] = named._fields
-    return names
+    return tuple(named._fields)
 
 
 def typed(fields: Any) -> list[str]:

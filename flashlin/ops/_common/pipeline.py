@@ -87,11 +87,12 @@ class Planned(Generic[X, S]):
             differ from the user's tensors only by casts.
         """
         plan = None
-        if torch.compiler.is_compiling():  # library operators plan later, when they run
-            path, dot = self._route_while_tracing(x, how)
-        else:
+        path, dot = "torch", "native"
+        if not torch.compiler.is_compiling():
             plan = planned(self.problem(x, how), x[0].device)
             path, dot = plan.problem.path, plan.problem.dot
+        elif self.while_tracing is not None:  # library operators plan later, when they run
+            path, dot = _route_of_traced(*self.while_tracing(x, how), self.family, x[0].device)
         if path == "torch" and self.on_torch is not None and not (plan is None and self.inside(x)):
             return self.on_torch(x, how)
         if self.cast is not None:
@@ -110,12 +111,6 @@ class Planned(Generic[X, S]):
         if plan.problem.path != "triton" or plan.problem.dot != "native":
             return None
         return self(plan, call.cast(given) if call.copied else given, call.how, call)
-
-    def _route_while_tracing(self, x: X, how: S) -> tuple[str, str]:
-        if self.while_tracing is None:
-            return "torch", "native"
-        path, dot = _route_of_traced(*self.while_tracing(x, how), self.family, x[0].device)
-        return path, dot
 
 
 def planned(problem: Problem, device: torch.device) -> Plan:

@@ -196,7 +196,8 @@ class _Memory:
         of_torch = {_look(x) for x in tree_leaves(seen) if isinstance(x, Tensor)}
         results = [x for x in watch.buffers if _look(x) in of_torch]
         scratch = [x for x in watch.buffers if _look(x) not in of_torch]
-        self.every, self.addresses = [*tensors, *results, *scratch], addresses
+        self.every: list[Any] = [*tensors, *results, *scratch]  # each a tensor or None
+        self.addresses = addresses
         self.results = range(len(tensors), len(tensors) + len(results))
         self.scratch = range(self.results.stop, len(self.every))
         self.number = {_look(x): at for at, x in enumerate(self.every[:self.results.stop]) if x is not None}
@@ -216,9 +217,7 @@ class _Memory:
             return self.begins[address], 0
         if len(owners) > 1:  # several given tensors share this memory and may be apart in the next run
             raise KeyError(address)
-        owner = self.every[owners[0]]
-        assert owner is not None
-        return owners[0], address - owner.data_ptr()
+        return owners[0], address - self.every[owners[0]].data_ptr()
 
     def lives(self, steps: Sequence[Any], returned: Any, own: int) -> dict[int, Life]:
         """Return the lifetime of each made tensor and of the last ``own`` given tensors.
@@ -242,15 +241,14 @@ class _Memory:
 
     def is_plain(self) -> bool:
         """Return True if a replay can make all made tensors: results are contiguous, and all are aligned."""
-        made = [x for x in self.every[self.results.start:] if x is not None]
+        made = self.every[self.results.start:]
         return (all(x.is_contiguous() for x in made[:len(self.results)])
                 and not any(x.data_ptr() % ALIGNED for x in made))
 
     def size(self, at: int) -> int:
         """Return the bytes of a tensor's storage, rounded up to a multiple of APART."""
-        x = self.every[at]
-        assert x is not None
-        return -(-x.untyped_storage().nbytes() // APART) * APART
+        size: int = self.every[at].untyped_storage().nbytes()
+        return -(-size // APART) * APART
 
 
 def _layout(memory: _Memory, lives: dict[int, Life], begin: int) -> tuple[
@@ -267,10 +265,8 @@ def _layout(memory: _Memory, lives: dict[int, Life], begin: int) -> tuple[
         mine = [at for at, life in lives.items() if at >= given and (life.first >= begin) == late]
         for at in mine:
             if at in memory.results:
-                x = memory.every[at]
-                assert x is not None
                 home[at] = there + len(made), 0
-                made.append((x.shape, x.dtype))
+                made.append((memory.every[at].shape, memory.every[at].dtype))
         for brief in (False, True):
             begins, size = packed({at: lives[at] for at in mine
                                    if at in memory.scratch and (lives[at].last < begin) == brief})
