@@ -147,8 +147,11 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
     check_written("cache", cache, "causal_conv1d_update",
                   "updated in place. causal_conv1d with initial_state=cache has the gradient")
     given = Token(x.reshape(N, D), weight, bias, None if residual is None else residual.reshape(N, D), cache)
-    y = _differentiable_update(given, silu) if wants_grad(*given) else UPDATE.run_planned(
-        given, Activation(silu))
+    if wants_grad(*given):
+        y, state = convolve("causal_conv1d", _of_one_token(given, cache.clone()), silu, True)
+        cache.copy_(cast(Tensor, state).detach())
+    else:
+        y = UPDATE.run_planned(given, Activation(silu))
     return y.reshape(x.shape), cache
 
 
@@ -197,12 +200,6 @@ def _of_one_token(given: Token, state: Tensor) -> Tensors:
     """
     x, weight, bias, residual, _ = given
     return Tensors(x[:, None], weight, bias, None if residual is None else residual[:, None], state)
-
-
-def _differentiable_update(given: Token, silu: bool) -> Tensor:
-    y, state = convolve("causal_conv1d", _of_one_token(given, given.cache.clone()), silu, True)
-    given.cache.copy_(cast(Tensor, state).detach())
-    return y
 
 
 def _update_on_torch(given: Token, how: Activation) -> Tensor:
@@ -326,10 +323,9 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
-    dht, = contiguous(grads.ht)
     dx, dweight, dbias, dh0 = kernels("conv", "backward").launch_backward(
         plan, evenly_spaced(x.x), x.weight, bias=x.bias, h0=x.initial_state, bounds=x.bounds,
-        dy=dense(grads.y, x.x), dht=dht, silu=how.silu, needs_dx="x" in wanted,
+        dy=dense(grads.y, x.x), dht=contiguous(grads.ht)[0], silu=how.silu, needs_dx="x" in wanted,
         needs_dweight="weight" in wanted, needs_dbias="bias" in wanted, needs_dh0="initial_state" in wanted)
     return {"x": dx, "weight": None if dweight is None else dweight.to(x.weight.dtype).contiguous(),
             "bias": dbias, "initial_state": dh0}

@@ -397,8 +397,7 @@ def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | Non
             _add_product(dweight, dlogits.t(), rows)
         if dbias is not None:
             dbias += dlogits.sum(0, dtype=sums)
-    return (losses.sum() * share, dx, _averaged(dweight, share, weight),
-            _averaged(dbias, share, bias), share)
+    return losses.sum() * share, dx, _averaged(dweight, share, weight), _averaged(dbias, share, bias), share
 
 
 @without_autocast
@@ -481,8 +480,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grads: LinearOutputs,
                      how: LinearScalars, wanted: frozenset[str]) -> Gradients:
-    dloss = grads.loss
-    if dloss is None:
+    if (dloss := grads.loss) is None:
         return dict.fromkeys(wanted)
     factors = {"x": (y.dx, dloss * y.share), "weight": (y.dweight, dloss), "bias": (y.dbias, dloss)}
     return {name: None if grad is None else _times(grad, factor, torch.empty_like(grad))

@@ -175,10 +175,9 @@ def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
-    dlast, = contiguous(grads.last)
     gradients = kernels("selective", "backward").launch_backward(
         plan, **x._asdict(), states=y.states, softplus=how.softplus,
-        dy=torch.zeros_like(x.u) if grads.y is None else grads.y, dlast=dlast)
+        dy=torch.zeros_like(x.u) if grads.y is None else grads.y, dlast=contiguous(grads.last)[0])
     return dict(zip(Tensors._fields, gradients, strict=True))
 
 

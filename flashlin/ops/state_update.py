@@ -159,10 +159,9 @@ def _update(plan: Plan, given: Tensors, how: Scalars) -> Tensor:
     states, x, dt, A, B, C, D, z, dt_bias, indices = as_planned(given, plan.problem.dot)
     x, B, C = (_rows_contiguous(t) for t in (x, B, C))
     z = None if z is None else _rows_contiguous(z)
-    indices, = contiguous(indices)
-    y: Tensor = kernels("mamba", "forward").update(plan, states, x, dt=dt, A=A, B=B, C=C, D=D, z=z,
-                                                   dt_bias=dt_bias, indices=indices, softplus=how.softplus,
-                                                   dtype=x.dtype)
+    y: Tensor = kernels("mamba", "forward").update(
+        plan, states, x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, indices=contiguous(indices)[0],
+        softplus=how.softplus, dtype=x.dtype)
     if states is not given.pool:
         given.pool.copy_(states)
     return y.to(given.x.dtype)
