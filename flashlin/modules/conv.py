@@ -94,13 +94,12 @@ class ShortConvolution(nn.Conv1d):
             check_device("mask", mask, x.device, "x")
             x = x * mask.unsqueeze(-1).to(x.dtype)
         weight = self.weight.squeeze(1)
-        in_place = cache is not None and not torch.is_grad_enabled()
-        if in_place and cu_seqlens is None and x.ndim == 3 and x.shape[1] == 1 and not options:
+        in_place = cache is not None and not torch.is_grad_enabled() and x.ndim == 3
+        if in_place and cu_seqlens is None and x.shape[1] == 1 and not options:
             assert cache is not None  # for the type checker only
             y, state = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
             return y, state if output_final_state else None
-        packed_tokens = (in_place and cu_seqlens is not None and x.ndim == 3
-                         and x.shape[1] == cu_seqlens.numel() - 1)
+        packed_tokens = in_place and cu_seqlens is not None and x.shape[1] == cu_seqlens.numel() - 1
         y, ht = causal_conv1d(x, weight, self.bias, residual, cache, output_final_state or packed_tokens,
                               self.activation, self.backend, cu_seqlens, chunk_indices=chunk_indices,
                               **options)

@@ -107,10 +107,9 @@ class RotaryEmbedding(nn.Module):
                                                       need="an integer, or a tensor of shape [N]",
                                                       high=scalars.INT32)
         tables = self._tables_for(max_seqlen, q.device, q.dtype == torch.float64)
-
-        def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-            return rotary_embedding(x, *table, self.interleaved, False, seqlen_offset, cu_seqlens)
-        return rotated(q, tables.q), rotated(k, tables.k)
+        q, k = (rotary_embedding(x, *table, self.interleaved, False, seqlen_offset, cu_seqlens)
+                for x, table in ((q, tables.q), (k, tables.k)))
+        return q, k
 
     def _tables_for(self, length: int | None, device: torch.device, wide: bool) -> Tables:
         """Return tables of at least ``length`` positions; None for the cached tables."""
