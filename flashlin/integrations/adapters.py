@@ -106,8 +106,7 @@ def causal_conv1d_update(own: Own) -> Any:
 
 def _activated(ours: Callable[..., Any], own: Own) -> Any:
     """Call the convolution ``ours``, and apply an activation that it does not support to its result."""
-    activation = own.get("activation")
-    if activation in IN_KERNELS:
+    if (activation := own.get("activation")) in IN_KERNELS:
         return ours(**own)
     from transformers.activations import ACT2FN
     y = ours(**{**own, "activation": None})

@@ -91,8 +91,7 @@ class Bindings:
         where: the name of the owner for ``replaced``; by default its own name.
         """
         owner = vars(owner) if isinstance(owner, ModuleType) else owner
-        before = bound(owner, name)
-        if before is value:
+        if (before := bound(owner, name)) is value:
             return
         bind(owner, name, value)
         lasts = isinstance(owner, (dict, type, CellType))
@@ -106,15 +105,13 @@ class Bindings:
         """
         if self._swaps:
             for where, owner, name, value in places(modules):
-                original, stand_in, by = self._swaps.get(id(value), (None, None, ""))
-                if original is not None and original is value:
-                    self.put(owner, name, stand_in, by, where)
+                if swap := self._swaps.get(id(value)):
+                    self.put(owner, name, *swap[1:], where)
 
     def undo(self) -> None:
         """Restore every binding, unless other code has bound a new value since."""
         for given, name, before, after in reversed(self._undo):
-            owner = given()
-            if owner is not None and bound(owner, name) is after:
+            if (owner := given()) is not None and bound(owner, name) is after:
                 bind(owner, name, _as_now(before, self))
         self._undo.clear()
         self._swaps.clear()
@@ -213,11 +210,9 @@ def layers() -> Iterator[Any]:
 
     A patch needs them because models that are already built keep functions in attributes.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "nn"):
-        return
-    kind: type = torch.nn.Module
-    yield from [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    kind = getattr(sys.modules.get("torch.nn"), "Module", None)
+    if kind is not None:
+        yield from [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def free_variables(function: Any) -> dict[str, Any]:

@@ -40,8 +40,7 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any]) -> Any:
         given: dict[str, Any] = {**dict(zip(order, args, strict=False)), **kwargs}
         if len(given) < len(args) + len(kwargs):  # too many positions, or an argument given twice
             return original(*args, **kwargs)  # raises the function's own TypeError
-        missing = unserved(given, served, defaults)
-        if missing:
+        if missing := unserved(given, served, defaults):
             tell(name, missing, "which only the package's own function supports; that function runs")
             return original(*args, **kwargs)
         unknown = [key for key in given if key not in served and key not in defaults]

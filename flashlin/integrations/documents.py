@@ -133,8 +133,7 @@ def _with_marks(given: dict[str, Any], call: Call, takes_more: bool) -> dict[str
     """
     if takes_more:
         given = {**given, **call.marks}
-    mask = _padding(given)
-    if mask is not None and mask.dtype is not torch.bool and call.marks and call.fresh:
+    if (mask := _padding(given)) is not None and mask.dtype is not torch.bool and call.marks and call.fresh:
         given = {**given, "attention_mask": (mask != 0).to(mask.dtype)}
     return given
 
@@ -289,8 +288,7 @@ def told(function: str, marked: bool) -> None:
     function: the name of a function that mixes tokens.
     marked: True if the function was given the documents.
     """
-    call = _CALLS.now
-    if call is not None and call.given and not marked:
+    if (call := _CALLS.now) is not None and call.given and not marked:
         _leaks(call, f"its layers call {function} without: documents of one row run into each other")
 
 
@@ -299,8 +297,7 @@ def state_dropped(function: str) -> None:
 
     function: the name of a function that processes many tokens.
     """
-    call = _CALLS.now
-    if call is not None and call.goes_on:
+    if (call := _CALLS.now) is not None and call.goes_on:
         call.warn(call.model, f"{call.model} got several tokens after a cached state, and its layers call "
                               f"{function} without that state: earlier tokens are forgotten. Give it all tokens "
                               "at once, or one at a time. This happens with every kernel.")

@@ -44,13 +44,11 @@ def bwd(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | N
     also written to dz, unless dz is None. With ``recompute_out_z``, y after the gate follows. x and out,
     which forward kept, are not read: forward runs again.
     """
-    names = ("u", "delta", "A", "B", "C", "D", "delta_bias", "z")
-    given = dict(zip(names, (u, delta, A, B, C, D, delta_bias, z), strict=True))
-
-    def scan(**leaves: Any) -> list[Any]:
-        return [mamba.selective_scan_fn(**leaves, delta_softplus=delta_softplus)]
-    (y,), grads = _pulled_back(scan, given, [dout])
-    found: list[Tensor | None] = [grads.get(name) for name in names[:-1]]
+    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "delta_bias": delta_bias}
+    (y,), grads = _pulled_back(
+        lambda **leaves: [mamba.selective_scan_fn(**leaves, delta_softplus=delta_softplus)],
+        {**given, "z": z}, [dout])
+    found = [grads.get(name) for name in given]
     if z is None:
         return found
     found.append(_written(dz, grads["z"]))

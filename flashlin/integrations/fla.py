@@ -213,8 +213,7 @@ def taking_cache(method: Any) -> Any:
     """
     @functools.wraps(method)
     def call(self: Any, *args: Any, **given: Any) -> Any:
-        cache = given.pop(CACHE, None)
-        if cache is not None:
+        if (cache := given.pop(CACHE, None)) is not None:
             given[KNOWN_AS] = cache
         result = method(self, *args, **given)
         # the result is passed to forward, which a program's own class may define without ``cache``

@@ -212,6 +212,5 @@ def forget_what_is_available() -> None:
     """
     checks = sys.modules.get("transformers.utils.import_utils")
     for name in REMEMBERED:
-        forget = getattr(getattr(checks, name, None), "cache_clear", None)
-        if forget is not None:
+        if (forget := getattr(getattr(checks, name, None), "cache_clear", None)) is not None:
             forget()

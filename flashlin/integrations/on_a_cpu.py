@@ -77,8 +77,7 @@ def reason(error: Exception) -> str:
         missing = bool(GPU.search(said)) or (silent and "cuda" in frames[-1].f_code.co_consts)
     if not missing:
         return ""
-    name = next(filter(None, map(_function, frames)), "")
-    if name:
+    if name := next(filter(None, map(_function, frames)), ""):
         return f"flashlin has no CPU version of {name}"
     return f"fla raises {type(error).__name__}, {said.rstrip('.')}" if said else "fla has code for CUDA alone"
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from flashlin.compat.import_hooks import watch
 from flashlin.compat.locks import ThreadLock
@@ -287,8 +287,7 @@ def _spec(package: str) -> ModuleSpec | None:
 
 def _make(module: str, name: str) -> Patch:
     """Import a patch, and torch with it, and return an instance."""
-    made: Patch = getattr(import_module(f"flashlin.integrations.{module}"), name)()
-    return made
+    return cast(Patch, getattr(import_module(f"flashlin.integrations.{module}"), name)())
 
 
 # transformers comes before the packages whose functions its models use. Patches end in reverse order. So these

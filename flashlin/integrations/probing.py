@@ -161,8 +161,7 @@ def _why(kernel: str, looked: bool) -> str:
         return (f"{package} is not installed" if not found(package)
                 else f"{package} is installed, but its import failed" if looked
                 else f"{package} is installed, but the file requires a CUDA device and a working import")
-    module = sys.modules.get(home)
-    if module is None:
+    if (module := sys.modules.get(home)) is None:
         return f"{home} was not imported"
     if not hasattr(module, kernel):
         return f"{home} has no {kernel}"
@@ -177,8 +176,7 @@ def _slow(layer: Any, calls: list[Bound]) -> list[Bound]:
     """
     module = sys.modules.get(next((kind.__module__ for kind in type(layer).__mro__
                                    if "cuda_kernels_forward" in vars(kind)), ""))
-    fast = getattr(module, "is_fast_path_available", None)
-    if fast is None:
+    if (fast := getattr(module, "is_fast_path_available", None)) is None:
         return calls
     weight = next(iter(layer.parameters()), None)
     why = ("" if fast else "is_fast_path_available is False: not all of its functions were found") or (

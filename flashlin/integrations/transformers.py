@@ -202,8 +202,7 @@ class TransformersPatch(Patch):
         elif module.__name__ in RUNS_FILES:
             self._see_runner(module, *RUNS_FILES[module.__name__])
         else:
-            kernels = self._see_decorated(module) or self._see_globals(module)
-            if kernels:
+            if kernels := self._see_decorated(module) or self._see_globals(module):
                 # Files before 5.15 have FLAG or LAZY. Their layers drop keywords such as seq_idx.
                 self._see_models(module, kernels, told=OLD.isdisjoint({*vars(module), *reads(module)}))
                 self._see_masks(module)
@@ -228,8 +227,7 @@ class TransformersPatch(Patch):
         names = vars(module)
         wanted = [name for name in KERNEL if name in read and not name.startswith("torch_")
                   and not self.bindings.knows(names.get(name))]
-        of_transformers = module.__name__.startswith("transformers")
-        if not wanted or not (of_transformers or read & {FLAG, CONV_CACHE}):
+        if not wanted or not (module.__name__.startswith("transformers") or read & {FLAG, CONV_CACHE}):
             return set()
         for name in wanted:
             kernel, original = KERNEL[name], names.get(name, MISSING)
@@ -259,8 +257,7 @@ class TransformersPatch(Patch):
         """Bind stand-ins to attributes of layers that are already built, in place of a function or None."""
         for layer in some:
             for name in vars(layer).keys() & KERNEL.keys():
-                stand_in = self._in_layers.get((type(layer).__module__, name))
-                if stand_in is not None:
+                if (stand_in := self._in_layers.get((type(layer).__module__, name))) is not None:
                     self.bindings.put(layer, name, stand_in, _by(KERNEL[name]))
 
     def _see_lazy_loading(self, hub: ModuleType) -> None:
@@ -278,14 +275,12 @@ class TransformersPatch(Patch):
                 self._lazily[package] = ours
 
     def _see_runner(self, module: ModuleType, name: str, module_of: Callable[[Any], Any]) -> None:
-        original = getattr(module, name, None)
-        if original is None:
+        if (original := getattr(module, name, None)) is None:
             return
 
         def run(*args: Any, **options: Any) -> Any:
             result = original(*args, **options)
-            file = module_of(result)
-            if isinstance(file, ModuleType) and file not in self._done:
+            if isinstance(file := module_of(result), ModuleType) and file not in self._done:
                 arrived(file)
             return result
         stand_in = named_like(run, original, signature=inspect.signature(original))
