@@ -41,23 +41,27 @@ _by_token = Maker({**QKV, "gk": DECAY._replace(when="keys"), "gv": DECAY_OF_VALU
                   {**FACTS, "keys": True, "values": False})
 
 
+def _shared(case: Op, decay: str) -> list[Case]:
+    return [case("random", quick=True), case("constant", kind="constant"), case("one-key", kind="one-key"),
+            case(f"{decay}=0", gate="0"), case(f"{decay}=-20", gate="-20"), case("strong", gate="strong"),
+            case("resets", gate="resets"), case("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)),
+            case("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)),
+            case("wide", K=128, V=128, T=100), case("odd", K=100, V=36, T=70), case("one-token", T=1),
+            case("short", T=21), case("K=512,V=64", K=512, B=1, T=80),
+            *(case(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items())]
+
+
 REVERSE = {"reverse": True}
 _chunk = Op("chunk_gla", chunked, partial(sequences.outputs, recurrence, {}), TOLERANCES)
 _token = Op("fused_recurrent_gla", _by_token, partial(sequences.outputs, recurrence, {"g": "gk"}), TOLERANCES)
 CASES: list[Case] = [
-    _chunk("random", quick=True), _chunk("constant", kind="constant"), _chunk("one-key", kind="one-key"),
-    _chunk("g=0", gate="0"), _chunk("g=-20", gate="-20"), _chunk("g=-1", gate="-1"),
-    _chunk("strong", gate="strong"), _chunk("strong-no-state", gate="strong", state=False, T=64),
-    _chunk("resets", gate="resets"), _chunk("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)),
+    *_shared(_chunk, "g"), _chunk("g=-1", gate="-1"),
+    _chunk("strong-no-state", gate="strong", state=False, T=64),
+    _chunk("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)),
     _chunk("every-other", gate="every-other", K=32, V=32, T=128, B=1), _chunk("g=-inf", gate="-inf", T=20),
-    _chunk("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)),
-    _chunk("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), _chunk("wide", K=128, V=128, T=100),
-    _chunk("narrow", K=64, V=32, T=70),
-    _chunk("odd", K=100, V=36, T=70), _chunk("v-first", V_FIRST, K=24, V=40, T=70),
-    _chunk("one-token", T=1), _chunk("short", T=21), _chunk("K=256,V=256", K=256, V=256, B=1, T=80),
-    _chunk("K=512,V=64", K=512, B=1, T=80), _chunk("K=64,V=512", V=512, B=1, T=80),
+    _chunk("narrow", K=64, V=32, T=70), _chunk("v-first", V_FIRST, K=24, V=40, T=70),
+    _chunk("K=256,V=256", K=256, V=256, B=1, T=80), _chunk("K=64,V=512", V=512, B=1, T=80),
     _chunk("K=129,V=20", K=129, V=20, B=1, T=80),
-    *(_chunk(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items()),
     _token("random", quick=True, T=8, H=1, K=32, V=32),
     _token("strong", gate="strong", T=12, K=32, V=40, B=1),
     _token("resets", gate="resets", values=True, T=9, K=16, V=24),
@@ -76,12 +80,5 @@ _of_rwkv6 = Maker({**renamed(chunked.inputs, r="q", w="g"), "u": Input("H K")}, 
 _rwkv6 = Op("chunk_rwkv6", _of_rwkv6, partial(sequences.outputs, recurrence, {"q": "r", "g": "w"}),
             TOLERANCES)
 CASES += [
-    _rwkv6("random", quick=True), _rwkv6("constant", kind="constant"), _rwkv6("one-key", kind="one-key"),
-    _rwkv6("w=0", gate="0"), _rwkv6("w=-20", gate="-20"), _rwkv6("strong", gate="strong"),
-    _rwkv6("resets", gate="resets"), _rwkv6("layer", {"scale": 1.0}, state=False, T=64),
-    _rwkv6("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)),
-    _rwkv6("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), _rwkv6("wide", K=128, V=128, T=100),
-    _rwkv6("odd", K=100, V=36, T=70), _rwkv6("one-token", T=1), _rwkv6("two-tokens", T=2),
-    _rwkv6("short", T=21), _rwkv6("K=256,V=512", K=256, V=512, B=1, T=80),
-    _rwkv6("K=512,V=64", K=512, B=1, T=80),
-    *(_rwkv6(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items())]
+    *_shared(_rwkv6, "w"), _rwkv6("layer", {"scale": 1.0}, state=False, T=64), _rwkv6("two-tokens", T=2),
+    _rwkv6("K=256,V=512", K=256, V=512, B=1, T=80)]

@@ -294,15 +294,12 @@ def call_step(state: Tensor, dt_softplus: bool, **given: Tensor) -> tuple[Tensor
 def step_reference(state: Tensor, state_batch_indices: Tensor | None = None, dt_softplus: bool = True,
                    **given: Tensor) -> tuple[Tensor, ...]:
     """Compute selective_state_update in float64, for states with or without heads."""
-    given = expanded(state, given)
-    if state.ndim == 4:
-        return stepped(state, state_batch_indices, partial(step, **given, softplus=dt_softplus))
-    given = {name: x.unsqueeze(0 if name in ("A", "D", "dt_bias") else 1) for name, x in given.items()}
-
-    def of_one_head(rows: Tensor) -> tuple[Tensor, Tensor]:
-        y, after = step(rows.unsqueeze(1), **given, softplus=dt_softplus)
-        return y.squeeze(1), after.squeeze(1)
-    return stepped(state, state_batch_indices, of_one_head)
+    given, heads = expanded(state, given), state.ndim == 4
+    if not heads:  # compute one head, and drop its dimension from the results
+        state = state.unsqueeze(1)
+        given = {name: x.unsqueeze(0 if name in ("A", "D", "dt_bias") else 1) for name, x in given.items()}
+    results = stepped(state, state_batch_indices, partial(step, **given, softplus=dt_softplus))
+    return results if heads else tuple(x.squeeze(1) for x in results)
 
 
 # others: dtype of weight and bias.

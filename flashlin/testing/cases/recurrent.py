@@ -86,10 +86,8 @@ def reference(names: Mapping[str, str], state_indices: Tensor | None = None,
     for n, at in enumerate(state_indices.tolist()):
         if at >= 0:
             after[at] = ht[n]
-        elif edges is None:
-            o[n] = 0
         else:
-            o[0, edges[n]:edges[n + 1]] = 0
+            o[n if edges is None else (0, slice(edges[n], edges[n + 1]))] = 0
     return o, after
 
 

@@ -31,10 +31,6 @@ def _gamma(kind: str, q: Tensor) -> Tensor | None:
     return q.new_tensor([SLOPES[kind](h, H) for h in range(H)]) if kind in SLOPES else None
 
 
-def _recurrence(kind: str, q: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
-    return recurrence(q=q, gamma=_gamma(kind, q), **rest)
-
-
 def parallel(kind: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None,
              cu_seqlens: Tensor | None = None, output_attentions: bool = True) -> tuple[Tensor | None, ...]:
     """Compute o with the recurrence, and each attention score from its own sum of decays."""
@@ -87,7 +83,8 @@ def _op(mode: str, kind: str) -> Op:
     if mode == "parallel_":
         return Op(mode + kind, maker.having(state=False, T=40), partial(parallel, kind), TOLERANCES,
                   ("o", "attn"), {"output_attentions": True})
-    return Op(mode + kind, maker, partial(sequences.outputs, partial(_recurrence, kind), {}), TOLERANCES,
+    formula = partial(sequences.outputs, lambda q, **rest: recurrence(q=q, gamma=_gamma(kind, q), **rest), {})
+    return Op(mode + kind, maker, formula, TOLERANCES,
               always={"output_final_state": True, **ALWAYS.get(kind, {})})
 
 
