@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -108,17 +108,15 @@ def results(case: Case, device: torch.device, dtype: torch.dtype,
     expected = case.reference(**theirs)
     if set(got) != set(expected):
         raise AssertionError(f"{case}: outputs {sorted(got)}, the reference has {sorted(expected)}")
-    cotangents = {name: torch.randn(x.shape, generator=generator, dtype=torch.float64)
-                  for name, x in expected.items()}
     # Rounded to the dtype of the op's output, so that both sides get the same gradients.
-    cotangents = {name: x.to(got[name].dtype).double() for name, x in cotangents.items()}
+    cotangents = {name: torch.randn(x.shape, generator=generator, dtype=torch.float64)
+                  .to(got[name].dtype).double() for name, x in expected.items()}
     with poisoned():
         ours_grads = _gradients(got, {name: x.to(device) for name, x in cotangents.items()},
                                 [ours[name] for name in wanted])
     their_grads = _gradients(expected, cotangents, [theirs[name] for name in wanted])
-    outputs = {name: (got[name].cpu(), expected[name]) for name in expected}
-    return outputs | {"d" + name: (a.cpu(), b)
-                      for name, a, b in zip(wanted, ours_grads, their_grads, strict=True)}
+    return {name: (got[name].cpu(), expected[name]) for name in expected} | {
+        "d" + name: (a.cpu(), b) for name, a, b in zip(wanted, ours_grads, their_grads, strict=True)}
 
 
 def allowed(case: Case, name: str, dtype: torch.dtype) -> float:
@@ -147,15 +145,12 @@ def poisoned() -> Iterator[None]:
 
     An element that a kernel forgets to write then cannot pass as correct.
     """
-    before = [(home, name, getattr(home, name)) for home, name in (
-        (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))]
-    try:
-        for home, name, function in before:
+    with ExitStack() as restoring:
+        for home, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            function = getattr(home, name)
+            restoring.callback(setattr, home, name, function)
             setattr(home, name, _poisoning(function))
         yield
-    finally:
-        for home, name, function in before:
-            setattr(home, name, function)
 
 
 def _poisoning(function: Any) -> Any:

@@ -88,8 +88,7 @@ class Result(NamedTuple):
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Result:
         """Return the result with these fields, as read from JSON. Other fields are ignored."""
-        own = {name: fields[name] for name in cls._fields}
-        return cls(**{**own, "matrix": tuple(fields["matrix"])})
+        return cls(**{name: fields[name] for name in cls._fields})._replace(matrix=tuple(fields["matrix"]))
 
 
 class Job(NamedTuple):

@@ -57,8 +57,7 @@ def triton_environment(version: str, *, interpreter: bool = False, cache: Path |
     wanted = {} if here else {f"triton-{version}": f"triton=={version}"}
     if release(version) < (3, 3) and importlib.util.find_spec("setuptools") is None:
         wanted["setuptools"] = "setuptools"
-    bound = nearest(version).numpy
-    if interpreter and bound:
+    if interpreter and (bound := nearest(version).numpy):
         wanted[f"numpy{bound}".replace("<", "-below-")] = f"numpy{bound}"
     folders = [installed([requirement], name, cache, tell=tell) for name, requirement in wanted.items()]
     # The installed packages come last, because they also contain a Triton.

@@ -28,7 +28,6 @@ import os
 import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,15 +144,14 @@ class TritonMatrix:
             self._judge(f"{module}.{name}", [outcome for of_one in visits for outcome in of_one])
 
     def _judge(self, name: str, outcomes: list[Outcome]) -> None:
-        counts = Counter(outcome.status if outcome.status in ("ok", "skipped") else "failed"
-                         for outcome in outcomes)
-        head = f"{name}: {_counted(counts['ok'], counts['failed'], counts['skipped'])}"
         skipped = [f"  {outcome}" for outcome in outcomes if outcome.status == "skipped"]
         failed = [f"  {outcome}" for outcome in outcomes if outcome.status not in ("ok", "skipped")]
+        passed = len(outcomes) - len(failed) - len(skipped)
+        head = f"{name}: {_counted(passed, len(failed), len(skipped))}"
         self._properties.append(("triton_matrix", "\n".join([head, *skipped])))
         if failed:
             pytest.fail("\n".join([head, *failed, *skipped]), pytrace=False)
-        if not counts["ok"] or any(outcome.layer == "install" for outcome in outcomes):
+        if not passed or any(outcome.layer == "install" for outcome in outcomes):
             pytest.skip("\n".join([head, *skipped]))
 
 
@@ -229,13 +227,11 @@ def _releases(given: Any) -> list[str]:
     """
     __tracebackhide__ = True
     need = "a list of releases since 3.0.0, such as ['3.2', '3.6.0']"
-    full = []
-    for one in _several("triton", given, need, lambda one: isinstance(one, str)):
-        try:
-            full.append(in_full(one))
-        except ValueError as error:
-            raise ValueError(f"triton: {error}") from None
-    return list(dict.fromkeys(full))
+    named = _several("triton", given, need, lambda one: isinstance(one, str))
+    try:
+        return list(dict.fromkeys(map(in_full, named)))
+    except ValueError as error:
+        raise ValueError(f"triton: {error}") from None
 
 
 def _several(what: str, given: Any, need: str, right: Callable[[Any], bool]) -> list[Any]:
@@ -243,8 +239,7 @@ def _several(what: str, given: Any, need: str, right: Callable[[Any], bool]) -> 
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise TypeError(f"{what}: got {given!r}, need {need}")
     values = list(given)
-    wrong = [one for one in values if not right(one)]
-    if wrong or not values:
+    if (wrong := [one for one in values if not right(one)]) or not values:
         raise ValueError(f"{what}: got {', '.join(map(repr, wrong)) or 'an empty list'}, need {need}")
     return list(dict.fromkeys(values))
 
@@ -287,9 +282,8 @@ def _child(order: Order, environment: dict[str, str]) -> list[Outcome]:
     if ended.failure:
         at = next((outcome.layer for outcome in reversed(told) if outcome.status == "began"),
                   "interpret" if interpret else "import")
+        status, cause = "abort", f"{ended.how}: {ended.line}" if ended.line else ended.how
         if ended.how == "SIGALRM":
-            outcomes.append(Outcome(order.triton, at, "timeout", f"after {order.timeout:g} s"))
-        else:
-            cause = f"{ended.how}: {ended.line}" if ended.line else ended.how
-            outcomes.append(Outcome(order.triton, at, "abort", cause))
+            status, cause = "timeout", f"after {order.timeout:g} s"
+        outcomes.append(Outcome(order.triton, at, status, cause))
     return outcomes

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Parameters = Mapping[str, Sequence[str]]
@@ -22,9 +22,7 @@ def normalised(source: str, parameters: Parameters | None = None) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
             _by_position(node, known[node.func.id])
-    words: list[str] = []
-    _write(tree, words)
-    return " ".join(words)
+    return " ".join(_words(tree))
 
 
 def _by_position(call: ast.Call, names: Sequence[str]) -> None:
@@ -38,27 +36,26 @@ def _by_position(call: ast.Call, names: Sequence[str]) -> None:
     call.keywords = sorted(given.values(), key=lambda keyword: keyword.arg or "")
 
 
-def _write(node: Any, words: list[str]) -> None:
-    if isinstance(node, ast.Constant):
-        words.append(repr(node.value))
-    elif isinstance(node, ast.AST):
-        words.append(f"({type(node).__name__}")
+def _words(node: Any) -> Iterator[str]:
+    """Yield the words of a syntax tree, of a list of trees or of a plain value in a tree."""
+    if isinstance(node, list):
+        yield "["
+        for one in node:
+            if not _says_nothing(one):
+                yield from _words(one)
+        yield "]"
+    elif isinstance(node, ast.AST) and not isinstance(node, ast.Constant):
+        yield f"({type(node).__name__}"
         for name in node._fields:
             value = getattr(node, name, None)
             # ctx follows from the position of a name
             if value is None or value == [] or name in ("ctx", "type_comment"):
                 continue
-            words.append(name)
-            _write(_operands(node) if name == "values" and isinstance(node, ast.BoolOp) else value, words)
-        words.append(")")
-    elif isinstance(node, list):
-        words.append("[")
-        for one in node:
-            if not _says_nothing(one):
-                _write(one, words)
-        words.append("]")
+            yield name
+            yield from _words(_operands(node) if name == "values" and isinstance(node, ast.BoolOp) else value)
+        yield ")"
     else:
-        words.append(repr(node))
+        yield repr(node.value if isinstance(node, ast.Constant) else node)
 
 
 def _operands(chain: ast.BoolOp) -> list[ast.expr]:

@@ -41,7 +41,7 @@ def _special(made: Tensors, draw: Draw) -> Tensors:
 # ``all`` rows. index: dtype of the targets.
 FACTS = {"N": 37, "V": 100, "kind": "random", "ignored": "", "ignore_index": -100, "index": "int64"}
 _make = Maker({"target": Input("N", _target), "logits": Input(
-    "N V", lambda draw, shape: draw(shape) * (50.0 if draw["kind"] == "far" else 2.0))}, FACTS, finish=_special)
+    "N V", lambda draw, shape: draw(shape) * (50 if draw["kind"] == "far" else 2))}, FACTS, finish=_special)
 _make_linear = _make.but(
     inputs={"target": Input("N", _target), "x": Input("N D"),
             "weight": Input("V D", lambda draw, shape: draw(shape) * draw["D"] ** -0.5),

@@ -78,9 +78,8 @@ class Draw:
 
     def shape(self, dimensions: str) -> list[int]:
         """Return the sizes for a text such as ``"B T H*K"``."""
-        sizes = [self.size(name) for name in dimensions.split()]
-        several = [size if isinstance(size, tuple) else (size,) for size in sizes if size is not None]
-        return [n for size in several for n in size]
+        sizes = map(self.size, dimensions.split())
+        return [n for one in sizes if one is not None for n in (one if isinstance(one, tuple) else [one])]
 
     def size(self, dimension: str) -> Any:
         """Return the size of one dimension: an int, a tuple of several, or None for no dimension."""

@@ -187,16 +187,18 @@ def fn_reference(
     return y, torch.cat([before, x], 2)[:, :, x.shape[2]:] if return_final_states else None
 
 
-def in_place(function: Callable[..., Tensor], state: Tensor, **given: Any) -> tuple[Tensor, ...]:
+def in_place(function: Callable[..., Tensor], name: str, **given: Any) -> tuple[Tensor, ...]:
     """Call a function that updates a state in place, first without gradients (its kernel), then with them.
 
     Returns (y with gradients, y without, state after the call without, state after the call with). The first
     call gets a non-contiguous view of a state, through which it must write.
+
+    name: the function's argument that is the state.
     """
-    behind, after = state.mT.contiguous(), state.clone()
+    behind, after = given[name].mT.contiguous(), given[name].clone()
     with torch.no_grad():
-        without = function(behind.mT, **given)
-    return function(after, **given), without, behind.mT, after
+        without = function(**{**given, name: behind.mT})
+    return function(**{**given, name: after}), without, behind.mT, after
 
 
 def stepped(pool: Tensor, indices: Tensor | None,
@@ -238,11 +240,6 @@ make_window = Maker(
      "conv_state_indices": Input("B", drawn_from_pool, when="pool")},
     {"B": 5, "D": 20, "T": 1, "W": 4, "L": 4, "bias": True, "ring": False, "pool": 0, "others": "same"},
     states)
-
-
-def call_window(x: Tensor, conv_state: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    """Call mamba_causal_conv1d_update twice, see ``in_place``."""
-    return in_place(partial(flashlin.mamba_causal_conv1d_update, x), conv_state, **given)
 
 
 def window_reference(x: Tensor, conv_state: Tensor, conv_state_indices: Tensor | None = None,
@@ -288,7 +285,8 @@ def expanded(state: Tensor, given: Tensors) -> Tensors:
 
 def call_step(state: Tensor, dt_softplus: bool, **given: Tensor) -> tuple[Tensor, ...]:
     """Call selective_state_update twice on expanded tensors, see ``in_place``."""
-    return in_place(flashlin.selective_state_update, state, **expanded(state, given), dt_softplus=dt_softplus)
+    return in_place(flashlin.selective_state_update, "state", state=state, **expanded(state, given),
+                    dt_softplus=dt_softplus)
 
 
 def step_reference(state: Tensor, state_batch_indices: Tensor | None = None, dt_softplus: bool = True,
@@ -335,7 +333,8 @@ _layer = Op("mamba_split_conv1d_scan_combined", make_layer, partial(layer_refere
 _fn = Op("causal_conv1d_fn", make_fn, fn_reference, SCAN, ("y", "ht"),
          {"activation": "silu", "return_final_states": True})
 _window = Op("mamba_causal_conv1d_update", make_window, window_reference, SCAN, UPDATE,
-             {"activation": "silu"}, call_window, ("conv_state",))
+             {"activation": "silu"}, partial(in_place, flashlin.mamba_causal_conv1d_update, "conv_state"),
+             ("conv_state",))
 _step = Op("selective_state_update", make_step, step_reference, SCAN, UPDATE, {"dt_softplus": True},
            call_step, ("state",))
 _rmsnorm, _layernorm = (

@@ -91,5 +91,4 @@ def expected(op: Op, options: Mapping[str, Any], **tensors: Tensor) -> Tensors:
 def _by_name(outputs: Iterable[str], returned: Any) -> Tensors:
     """Return the returned tensors by name. Outputs that the call does not request are None and left out."""
     names, values = tuple(outputs), returned if isinstance(returned, tuple) else (returned,)
-    named = zip(names[:len(values)], values, strict=True)
-    return {name: x for name, x in named if x is not None}
+    return {name: x for name, x in zip(names[:len(values)], values, strict=True) if x is not None}

@@ -39,8 +39,7 @@ def parallel(kind: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None
     o, _ = recurrence(q, k, v, g, gamma, bounds=cu_seqlens, scale=K ** -0.5)
     if not output_attentions:
         return o, None
-    decay = q.new_zeros(B, T, H) if g is None else g
-    decay = decay if gamma is None else decay + gamma.double()
+    decay = (q.new_zeros(B, T, H) if g is None else g) + (0 if gamma is None else gamma.double())
     rows = [torch.stack([K ** -0.5 * (q[:, i] * k[:, j]).sum(-1) * decay[:, j + 1:i + 1].sum(1).exp()
                          if j <= i else q.new_zeros(B, H)
                          for j in range(T)], -1) for i in range(T)]
