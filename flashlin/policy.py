@@ -125,8 +125,7 @@ def _checked(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
     prefix: prefix of the names in errors.
     """
-    unknown = set(given) - set(Policy._fields)
-    if unknown:
+    if unknown := set(given) - set(Policy._fields):
         from flashlin.compat.suggestions import need_one_of  # imported only for errors
         raise ValueError(f"settings: got {', '.join(sorted(unknown))}, "
                          f"{need_one_of(min(unknown), Policy._fields)}")
@@ -148,8 +147,7 @@ def _known(shown: str, given: Iterable[str]) -> frozenset[str]:
     if ids:
         from flashlin.compat.known_issues import KNOWN_ISSUES  # imported late, because few calls need it
         valid = [issue.id for issue in KNOWN_ISSUES]
-        unknown = sorted(ids.difference(valid))
-        if unknown:
+        if unknown := sorted(ids.difference(valid)):
             from flashlin.compat.suggestions import need_one_of
             raise ValueError(f"{shown}: got {', '.join(map(repr, unknown))} as ids of known issues, "
                              f"{need_one_of(unknown[0], valid)}")

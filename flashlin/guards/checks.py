@@ -143,8 +143,7 @@ def check_family(draft: Draft) -> Iterator[Reason]:
         if option in draft.problem.options:
             yield Reason(option, got, f"{need} for the kernels", ("torch_path",))
     for axis, most, got in draft.family.limits:
-        size = getattr(draft.problem, axis)
-        if size > most:
+        if (size := getattr(draft.problem, axis)) > most:
             yield Reason("width", got.format(size), f"up to {most} for the kernels", ("torch_path",))
 
 

@@ -217,9 +217,8 @@ def _arrived(owed: Owed, behind: int = 0) -> list[str]:
     with _lock:
         while len(owed) > behind and owed[0][0].event.query():
             slot, call = owed.popleft()
-            position, value = slot.host.tolist()
+            messages += filter(None, [call.verdict(*slot.host.tolist())])
             _free[slot.pair.device].append(slot)
-            messages += filter(None, [call.verdict(position, value)])
     return messages
 
 
@@ -233,8 +232,7 @@ def _waited(owed: Owed, behind: int = 0) -> list[str]:
 def _judge(flags: Flags, table: Tensor) -> list[tuple[int, str]]:
     """Return (row, message) for each flag in ``table`` that reports an error."""
     answers = table[:len(flags.calls)].tolist()
-    told = [(row, call.verdict(*answers[row])) for call, row in flags.calls.items()]
-    return [(row, message) for row, message in told if message]
+    return [(row, message) for call, row in flags.calls.items() if (message := call.verdict(*answers[row]))]
 
 
 def _raise(messages: list[str]) -> None:

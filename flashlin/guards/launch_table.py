@@ -44,8 +44,8 @@ class Slow(NamedTuple):
         return self.registers > 0 or self.spills > MANY
 
     def __str__(self) -> str:
-        return f"spills {self.spills:,} bytes a thread" + (f", given {self.registers} registers" if self.registers
-                                                           else "")
+        given = f", given {self.registers} registers" if self.registers else ""
+        return f"spills {self.spills:,} bytes a thread{given}"
 
 
 def slow_of(registers: int, spills: int) -> Slow | None:

@@ -218,8 +218,7 @@ def _file(folder: Path, target: Target) -> Path:
 @lru_cache(maxsize=1)
 def _kernels() -> str:
     """Return a hash of the sources of all kernels, because verdicts are valid for these sources only."""
-    files = sorted(KERNELS.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(KERNELS.rglob("*.py")))).hexdigest()
 
 
 def _read(file: Path) -> Table:

@@ -226,8 +226,7 @@ def without_values(x: torch.Tensor) -> str:
     """
     if x.device.type == "meta":
         return "a tensor on meta"
-    plain = type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return "" if plain else f"a {type(x).__name__}"
+    return "" if type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ else f"a {type(x).__name__}"
 
 
 def check_values(name: str, x: torch.Tensor) -> None:

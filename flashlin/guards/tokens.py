@@ -121,8 +121,7 @@ def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: b
     """
     if tokens.is_cuda:
         if deferred_checks.capturing():
-            flag = deferred_checks.flag(tokens.device, call)
-            if flag is not None:
+            if (flag := deferred_checks.flag(tokens.device, call)) is not None:
                 keep_first(flag, tokens, bad)
             return False
         # A capture may follow, and a kernel's first launch in a process must not happen during a capture.
@@ -134,8 +133,7 @@ def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: b
             first_bad(tokens, bad, slot.pair)
             deferred_checks.send(slot, call, shared)
             return False
-    text = call.verdict(*first_bad(tokens, bad).tolist())
-    if text:
+    if text := call.verdict(*first_bad(tokens, bad).tolist()):
         raise ValueError(text)
     return True
 

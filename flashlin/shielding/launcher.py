@@ -141,9 +141,7 @@ class Launcher:
 
         A split batch has one result for each slice, of which the last one is returned.
         """
-        if callable(grid):
-            grid = grid({**self._defaults, **self._named(args, kwargs)})
-        grid = tuple(grid)
+        grid = tuple(grid({**self._defaults, **self._named(args, kwargs)}) if callable(grid) else grid)
         key = self._facts(grid, args, kwargs)
         decision = self._decided.get(key)
         # Whether a batch can be split depends on shapes, which the key does not contain. Therefore the rare
@@ -227,9 +225,8 @@ class Launcher:
                            self._constants, grid)
         plan = planned(asked, device)
         launch = plan.launches[0]
-        given = asked.given
-        assert given is not None
-        warps = None if launch.num_warps == given.launch.num_warps else launch.num_warps
+        assert asked.given is not None
+        warps = None if launch.num_warps == asked.given.launch.num_warps else launch.num_warps
         card = device.index if device.type == "cuda" else None
         return Decision(plan.target, policy.current(), device, card, warps, plan.problem.batch_part,
                         plan.problem.dot == "fp32")
@@ -292,7 +289,6 @@ def _batch(given: Mapping[str, int | None] | None, names: list[str]) -> dict[str
 
 
 def _checked(what: str, given: Iterable[str], names: list[str]) -> None:
-    unknown = [name for name in given if name not in names]
-    if unknown:
+    if unknown := [name for name in given if name not in names]:
         raise ValueError(f"{what}: got {', '.join(map(repr, unknown))} as names of arguments, "
                          f"{need_one_of(unknown[0], names)}")
