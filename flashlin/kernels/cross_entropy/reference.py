@@ -15,7 +15,6 @@ def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, 
     log-sum-exp; the returned z_loss is detached. Both are zero for rows whose target is
     ignore_index.
     """
-    V = logits.shape[1]
     losses, z_losses = [], []
     for x, t in zip(logits.double(), target.tolist(), strict=True):
         if t == ignore_index:
@@ -27,7 +26,7 @@ def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, 
             x = logit_softcapping * torch.tanh(x / logit_softcapping)
         highest = x.max().detach()
         size = (x - highest).exp().sum()
-        wanted = torch.full((V,), label_smoothing / V, dtype=torch.float64)
+        wanted = torch.full_like(x, label_smoothing / len(x))
         wanted[t] += 1 - label_smoothing
         z = lse_square_scale * (highest + size.log()) ** 2
         losses.append(-(wanted * torch.where(wanted > 0, x - highest - size.log(), 0)).sum() + z)

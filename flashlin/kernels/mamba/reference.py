@@ -72,8 +72,7 @@ def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | Non
         return state, y
     states = before(None, x, cu_seqlens, H, P, B.shape[3])
     states = states if initial_states is None else torch.cat([initial_states, states[b:]])
-    tokens = {"x": x, "dt": dt, "B": B, "C": C, "begins": begins}
-    y, ends = token_by_token(numbered, tokens, states, cu_seqlens)
+    y, ends = token_by_token(numbered, dict(x=x, dt=dt, B=B, C=C, begins=begins), states, cu_seqlens)
     y = y if z is None else y * silu(z)
     if cu_seqlens is None:
         return y, ends, None

@@ -51,12 +51,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     The Problem has T tokens of H groups of K elements.
     """
     made = [_rows("norm_forward", _of(FORWARD, problem.K) or BLOCK, problem, target)]
-    if problem.needs_grad:
-        config = _of(BACKWARD, problem.K)
-        if config is not None:
-            made.append(_rows("norm_backward", config, problem, target))
-        else:
-            made += [_rows("norm_backward_rows", BLOCK, problem, target), _columns(problem, target)]
+    if problem.needs_grad and (config := _of(BACKWARD, problem.K)):
+        made.append(_rows("norm_backward", config, problem, target))
+    elif problem.needs_grad:
+        made += [_rows("norm_backward_rows", BLOCK, problem, target), _columns(problem, target)]
     return tuple(made)
 
 
@@ -80,7 +78,8 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
         stages = next(stages for stages in range(config.num_stages, 0, -1)
                       if stages == 1 or per_sm * _bytes(BT, BD, ahead * (stages - 1)) <= target.shared)
         config, shared = config._replace(num_stages=stages), _bytes(BT, BD, max(1, ahead * (stages - 1)))
-    return _launch(kernel, config, problem, programs, BT, BD, shared)
+    return moving(kernel, problem, programs, dict(BT=BT, BD=BD), shared=shared, span=BT * problem.K,
+                  num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def _bytes(BT: int, BD: int, tiles: int) -> int:
@@ -101,7 +100,8 @@ def _columns(problem: Problem, target: Target) -> Launch:
     strips = cdiv(problem.K, BD)
     groups = _aligned(min(cdiv(problem.T * problem.H, BT), cdiv(COLUMNS.per_sm * target.sms, strips)), BT,
                       problem)
-    return _launch("norm_backward_columns", COLUMNS, problem, strips * groups, BT, BD, _bytes(BT, BD, 1))
+    return moving("norm_backward_columns", problem, strips * groups, dict(BT=BT, BD=BD),
+                  shared=_bytes(BT, BD, 1), span=BT * problem.K, num_warps=COLUMNS.num_warps)
 
 
 def _aligned(programs: int, BT: int, problem: Problem) -> int:
@@ -111,12 +111,6 @@ def _aligned(programs: int, BT: int, problem: Problem) -> int:
     """
     unit = problem.H // gcd(problem.H, BT)
     return cdiv(programs, unit) * unit
-
-
-def _launch(kernel: str, config: Config, problem: Problem, programs: int, BT: int, BD: int,
-            shared: int) -> Launch:
-    return moving(kernel, problem, programs, dict(BT=BT, BD=BD), shared=shared,
-                  span=BT * problem.K, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 SPECS = (Family(

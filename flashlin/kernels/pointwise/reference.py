@@ -16,9 +16,7 @@ def gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
 
     g: [..., H, K]. A_log: H elements, or None for 0. dt_bias: H * K elements, or None for 0.
     """
-    z = g.double()
-    if dt_bias is not None:
-        z = z + dt_bias.double().reshape(g.shape[-2:])
+    z = g.double() if dt_bias is None else g.double() + dt_bias.double().reshape(g.shape[-2:])
     rate = 1.0 if A_log is None else A_log.double().reshape(-1, 1).exp()
     if lower_bound is not None:
         return lower_bound / (1 + (-rate * z).exp())

@@ -33,10 +33,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     def launch(kernel: str, tile: dict[str, int], programs: int = chunks, num_warps: int = WARPS) -> Launch:
         return moving(kernel, problem, programs, tile, shared=8 * BT * block(problem.K, 4) + 4096, span=far,
                       num_warps=num_warps)
-
-    def carried() -> Launch:
-        return launch("turn_carry", dict(BT=BT, BS=BS, BR=BR), problem.N * problem.H)
-    forward = (launch("turn_totals", dict(BT=BT, BR=BR), num_warps=FEWER), carried(), launch("turn", pairs))
+    forward = (launch("turn_totals", dict(BT=BT, BR=BR), num_warps=FEWER),
+               launch("turn_carry", dict(BT=BT, BS=BS, BR=BR), problem.N * problem.H), launch("turn", pairs))
     if not problem.needs_grad:
         return forward
     warps = FEWER if is_hopper(target) else WARPS

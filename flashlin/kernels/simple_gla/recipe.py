@@ -46,7 +46,6 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return ()
     bytes_each = scans.operand_bytes(problem)
     dots = traits_of(problem, "dot", "rmw_acc", *{"v_first"} & set(problem.options))
-
     gated = "g" in problem.options
 
     def shared(config: Config) -> int:
