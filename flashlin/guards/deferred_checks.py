@@ -217,8 +217,9 @@ def _arrived(owed: Owed, behind: int = 0) -> list[str]:
     with _lock:
         while len(owed) > behind and owed[0][0].event.query():
             slot, call = owed.popleft()
-            messages += filter(None, [call.verdict(*slot.host.tolist())])
+            answer = slot.host.tolist()
             _free[slot.pair.device].append(slot)
+            messages += filter(None, [call.verdict(*answer)])
     return messages
 
 

@@ -9,8 +9,7 @@ of L tokens, in three steps:
     2. Segment by segment: carry the states, h' = D h + alone. D is the effect of the segment on any initial
        state. It is the decay of the segment (a number or a vector over K) or, for delta rules, a K x K
        transfer matrix: the final state for the identity as initial state and v = 0. Backward does the same
-       with D^T, from the last segment to the first. Segments that forget everything before them need no D
-       (``dplr/windows.py``).
+       with D^T, from the last segment to the first.
     3. All segments in parallel: run the usual scan, each segment from its own initial state.
 Only the memory between the steps depends on the number of segments, and no step waits for the host. The
 programs of packed sequences find their segments themselves. Carried states stay in float32, and the
@@ -123,7 +122,6 @@ def carry_transferred(
     alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
     transfer,  # [segments, H, K, K], fp32
     undivided,  # [N, H], int32
-    windows,  # [segments, H], int32, or None
     h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     bounds,  # [N + 1] or None
     T, H, L,
@@ -137,9 +135,6 @@ def carry_transferred(
     ``undivided`` for each head with a carried state that is not finite. If the norms of keys are too large,
     transfer matrices overflow float32 even if no state does, and 0 x inf is NaN. The later scan computes such
     a head as one segment.
-
-    windows: positive for segments that need no transfer, because decays make their initial state negligible.
-        Negative if the head is not split, because it has a segment without a window.
 
     One program computes BV columns of the state of one head. A matrix that is too large for one step
     (BC < BK) is read in slices, and the state is then read in slices from memory.
@@ -157,30 +152,22 @@ def carry_transferred(
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     beyond = tl.zeros([BK, BV], dtype=tl.int32)
-    own, step = first * H + i_h, H
-    if REVERSE:
-        own, step = (first + parts - 1) * H + i_h, -H
-    to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
-    left = tl.load(alone + to, mask=inside & (parts > 1), other=0.0)
     for i in range(parts):
+        if REVERSE:
+            own = (first + parts - 1 - i) * H + i_h
+        else:
+            own = (first + i) * H + i_h
         to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
-        later, inside = state_offsets(own + step, 0, v0, K, V, BK, BV, V_FIRST)
-        # loaded before the store, which it would wait for
-        coming = tl.load(alone + later, mask=inside & (i < parts - 2), other=0.0)
+        left = tl.load(alone + to, mask=inside & (i < parts - 1), other=0.0)
         tl.store(alone + to, h, mask=inside)
         beyond = tl.where(tl.abs(h) < 1e30, beyond, 1)  # NaN also fails this comparison
         asked = (i >= FROM) & (i < parts - 1)
-        if windows is not None:
-            window = tl.load(windows + own)
-            beyond = tl.where((i < parts - 1) & (window < 0), 1, beyond)
-            asked = asked & (window == 0)
         if BC >= BK:
-            if asked:
-                through, there = state_offsets(own, 0, 0, K, K, BK, BK, False)
-                D = tl.load(transfer + through, mask=there, other=0.0)
-                if REVERSE:
-                    D = tl.trans(D)
-                left += tl.dot(D, h, input_precision=PRECISION)
+            through, there = state_offsets(own, 0, 0, K, K, BK, BK, False)
+            D = tl.load(transfer + through, mask=there & asked, other=0.0)
+            if REVERSE:
+                D = tl.trans(D)
+            h = left + tl.dot(D, h, input_precision=PRECISION)
         else:
             tl.debug_barrier()  # wait until all threads have stored h, which is read in another layout
             for c0 in range(0, tl.where(asked, K, 0), BC):
@@ -192,9 +179,7 @@ def carry_transferred(
                     D = tl.load(transfer + through, mask=there, other=0.0)
                 strip, there = state_offsets(own, c0, v0, K, V, BC, BV, V_FIRST)
                 left += tl.dot(D, tl.load(alone + strip, mask=there, other=0.0), input_precision=PRECISION)
-        h = left
-        left = coming
-        own += step
+            h = left
     if tl.max(tl.max(beyond, 1), 0) > 0:
         tl.store(undivided + nh, 1)
 
@@ -353,9 +338,7 @@ def _carry(batch: Batch, part: dict[str, Any], constants: dict[str, Any], kernel
     tiles = -(-batch.V // launch.block("BV")) * -(-batch.K // launch.block("BK"))
     start(launch, kernel, part["N"] * batch.HV * tiles, dict(
         alone=alone, K=batch.K, V=batch.V, REVERSE=reverse, V_FIRST=constants["V_FIRST"],
-        HAS_H0=given is not None, VARLEN=batch.packed, **own), {
-            **part, "h0": given, "H": batch.HV,
-            "windows": part.get("windows_back" if reverse else "windows")})
+        HAS_H0=given is not None, VARLEN=batch.packed, **own), {**part, "h0": given, "H": batch.HV})
     part[name] = alone
 
 
