@@ -157,16 +157,13 @@ def carry_transferred(
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     beyond = tl.zeros([BK, BV], dtype=tl.int32)
-    own, step = first * H + i_h, H
-    if REVERSE:
-        own, step = (first + parts - 1) * H + i_h, -H
-    to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
-    left = tl.load(alone + to, mask=inside & (parts > 1), other=0.0)
     for i in range(parts):
+        if REVERSE:
+            own = (first + parts - 1 - i) * H + i_h
+        else:
+            own = (first + i) * H + i_h
         to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
-        later, inside = state_offsets(own + step, 0, v0, K, V, BK, BV, V_FIRST)
-        # loaded before the store, which it would wait for
-        coming = tl.load(alone + later, mask=inside & (i < parts - 2), other=0.0)
+        left = tl.load(alone + to, mask=inside & (i < parts - 1), other=0.0)
         tl.store(alone + to, h, mask=inside)
         beyond = tl.where(tl.abs(h) < 1e30, beyond, 1)  # NaN also fails this comparison
         asked = (i >= FROM) & (i < parts - 1)
@@ -175,12 +172,11 @@ def carry_transferred(
             beyond = tl.where((i < parts - 1) & (window < 0), 1, beyond)
             asked = asked & (window == 0)
         if BC >= BK:
-            if asked:
-                through, there = state_offsets(own, 0, 0, K, K, BK, BK, False)
-                D = tl.load(transfer + through, mask=there, other=0.0)
-                if REVERSE:
-                    D = tl.trans(D)
-                left += tl.dot(D, h, input_precision=PRECISION)
+            through, there = state_offsets(own, 0, 0, K, K, BK, BK, False)
+            D = tl.load(transfer + through, mask=there & asked, other=0.0)
+            if REVERSE:
+                D = tl.trans(D)
+            h = left + tl.dot(D, h, input_precision=PRECISION)
         else:
             tl.debug_barrier()  # wait until all threads have stored h, which is read in another layout
             for c0 in range(0, tl.where(asked, K, 0), BC):
@@ -192,9 +188,7 @@ def carry_transferred(
                     D = tl.load(transfer + through, mask=there, other=0.0)
                 strip, there = state_offsets(own, c0, v0, K, V, BC, BV, V_FIRST)
                 left += tl.dot(D, tl.load(alone + strip, mask=there, other=0.0), input_precision=PRECISION)
-        h = left
-        left = coming
-        own += step
+            h = left
     if tl.max(tl.max(beyond, 1), 0) > 0:
         tl.store(undivided + nh, 1)
 

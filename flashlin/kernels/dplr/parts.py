@@ -52,17 +52,19 @@ def dplr_alone(
     if (i_part == 0) & (strip == 0):
         tl.store(undivided + n * HV + i_h, 0)
     h, length, v_length = identity_strip(strip, NV, i_part, length, last, BK, BV, HAS_H0, HAS_DHT)
-    begin = 0
     if windows is not None:
         window = tl.load(windows + own)
         unused = (window != 0) | last
         if windows_back is not None:
             unused = unused & ((tl.load(windows_back + own) != 0) | (i_part == 0))
         if strip < NV:
-            begin = tl.where(window == 0, 0, tl.maximum(length - window * BT, 0))
+            before = tl.where(window == 0, 0, length - tl.minimum(length, tl.maximum(window, 0) * BT))
+            first += before
+            length -= before
+            v_length -= before
         else:
             length = tl.where(unused, 0, length)
-    for t0 in range(begin, length, BT):
+    for t0 in range(0, length, BT):
         b_W = tile(W, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         b_M = tile(M, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_v = tile(v, first, t0, v_length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)

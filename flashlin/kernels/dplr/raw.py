@@ -20,7 +20,7 @@ from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import precision
 from flashlin.kernels.dplr.one_reference import rate_of
-from flashlin.kernels.dplr.windows import FACTS, find_windows, lengths_of, store_facts
+from flashlin.kernels.dplr.windows import FACTS, find_windows, squares_of, store_facts
 from flashlin.kernels.gla.decays import decays_from, logs, scored, still_served, sums_at
 from flashlin.kernels.gla.forward import halves
 from flashlin.kernels.gla.parts import sum_of_chunk
@@ -226,11 +226,11 @@ def dplr_prepare_raw(
         b_P = tl.zeros([BT, BT], dtype=tl.float32)
         qk = tl.zeros([BT], dtype=tl.float32)
         if facts is not None:
-            of_v = lengths_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK)
-            of_do = of_v
+            ww = squares_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK) * b_beta * b_beta
+            oo = ww
             READS: tl.constexpr = do is not None
             if do is not None:
-                of_do = lengths_of(do, first, length, i_h, HV, D=V, BT=BT, BD=BK)
+                oo = squares_of(do, first, length, i_h, HV, D=V, BT=BT, BD=BK)
         L, b_P, qk, highest, kk, ka, aa, qq, b_a = add_channels(
             L, b_P, qk, qk + float("-inf"), qk, qk, qk, qk, q, k=k, g=g, a=a, A_log=A_log, dt_bias=dt_bias,
             q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k, b_beta=b_beta, scale=scale,
@@ -248,9 +248,8 @@ def dplr_prepare_raw(
             if a is None:  # then a is -beta k
                 ka = -b_beta * kk
                 aa = b_beta * b_beta * kk
-            of_v *= b_beta
-            of_do *= scale * tl.sqrt(qq)
-            store_facts(at, stride, highest, kk, ka, aa, of_v, of_do, length, BT=BT, READS=READS)
+            qq *= scale * scale
+            store_facts(at, stride, highest, kk, ka, aa, ww, qq, oo, length=length, BT=BT, READS=READS)
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         X = inverse(tl.where(below, -L, 0.0), scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)

@@ -17,13 +17,17 @@ Thus everything before the window changes the final state by a matrix whose norm
 
     sum over tokens j before the window of |k_j| |w_j| n_{j+1} ... n_last, plus |h0| n_1 ... n_last
 
-A window must keep this bound below 2^-24 of |k| |w| of the last token, which adds its product to the final
-state without a decay. The error is then no larger than the rounding error of this addition in float32. If a
-channel never decays, n_t is 1 or more, and the segment has no window. The same is true after a NaN.
+A window must keep this bound below 2^-25 of |k| |w| of the last token, which adds its product to the final
+state without a decay. In the norm of the state, the error is then no larger than the rounding error of this
+addition in float32. The factor 2 covers the rounding of the bound itself. If one channel decays in no token,
+n_t is 1 or more. Then the segment has no window, unless earlier tokens add almost nothing. NaN and infinity
+before a window also prevent it.
 
-The gradients of states are symmetric. The reverse scan adds scale q_j do_j^T at token j, and its windows are
-at the start of segments. The GPU decides for each head and segment, from the same numbers in the same order
-in every replay.
+The gradients of states are bounded in the same way, from the last token to the first. The reverse scan adds
+scale q_j do_j^T at token j, and windows are at the start of segments. Everything that reaches the gradient of
+the first state passes the matrix of the first token. So both sides of the comparison contain n_1.
+
+The GPU decides for each head and segment, from the same numbers in the same order in every replay.
 """
 
 from typing import Any
@@ -42,13 +46,25 @@ FACTS = 5  # numbers of a chunk, see store_facts
 
 
 @triton.jit
-def lengths_of(x, first, length, i_h, H, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Return the norm of each row of a chunk of x [rows, H, D], [BT]."""
+def squares_of(x, first, length, i_h, H, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Return the squared norm of each row of a chunk of x [rows, H, D], [BT]."""
     squares = tl.zeros([BT], dtype=tl.float32)
     for d0 in tl.static_range(0, D, BD):  # unrolled, so that all loads start together
         b_x = tile(x, first, 0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD).to(tl.float32)
         squares += tl.sum(b_x * b_x, 1)
-    return tl.sqrt(squares)
+    return squares
+
+
+@triton.jit
+def above(xx, yy):
+    """Return a bound of |x| |y|, given sums of squares in which small numbers may count as zero."""
+    return tl.sqrt(xx + 1e-35) * tl.sqrt(yy + 1e-35)
+
+
+@triton.jit
+def factor(bits):
+    """Return 2^bits, or more if this would be smaller than the smallest normal number. NaN stays NaN."""
+    return tl.exp2(tl.where(bits < -126.0, -126.0, bits))
 
 
 @triton.jit
@@ -56,8 +72,8 @@ def store_facts(
     facts,  # FACTS numbers of the chunk, with ``stride`` between them
     stride,
     highest,  # [BT]: the largest log2 decay of each token
-    kk, ka, aa,  # [BT]: sums over channels of k^2, k a and a^2, where a reads the state
-    of_w, of_q,  # [BT]: |w| and scale |q| |do|, with any sign
+    kk, ka, aa, ww,  # [BT]: sums over channels of k^2, k a, a^2 and w^2, where a reads the state
+    qq, oo,  # [BT]: the same of (scale q)^2 and do^2
     length,
     BT: tl.constexpr, READS: tl.constexpr,
 ):
@@ -70,18 +86,17 @@ def store_facts(
     rows = tl.arange(0, BT)
     d = (1.0 + ka) * (1.0 + ka)
     m = 1.0 + d + tl.maximum(aa * kk - ka * ka, 0.0)
-    bits = highest + 0.5 * tl.log2((m + tl.sqrt(tl.maximum(m * m - 4.0 * d, 0.0))) * 0.5)
-    bits = tl.where(rows < length, tl.where(bits < -1000.0, -1000.0, bits), 0.0)  # NaN stays NaN
+    root = tl.sqrt(tl.maximum(m * m - 4.0 * d, 0.0))
+    bits = highest + 0.5 * tl.log2(tl.where(m < 1e18, (m + root) * 0.5, m))  # m * m must not overflow
+    bits = tl.where(rows < length, bits, 0.0)
     through = tl.cumsum(bits, 0)
     total = tl.sum(bits, 0)
-    written = tl.abs(of_w) * tl.sqrt(kk)
     tl.store(facts, total)
-    tl.store(facts + stride, tl.sum(written * tl.exp2(total - through), 0))
-    tl.store(facts + 2 * stride + rows * 0, written, mask=rows == length - 1)
+    tl.store(facts + stride, tl.sum(above(kk, ww) * factor(total - through), 0))
+    tl.store(facts + 2 * stride + rows * 0, tl.sqrt(kk) * tl.sqrt(ww), mask=rows == length - 1)
     if READS:
-        read = tl.abs(of_q) * tl.exp2(through)
-        tl.store(facts + 3 * stride, tl.sum(read, 0))
-        tl.store(facts + 4 * stride + rows * 0, read, mask=rows == 0)
+        tl.store(facts + 3 * stride, tl.sum(above(qq, oo) * factor(through), 0))
+        tl.store(facts + 4 * stride + rows * 0, tl.sqrt(qq) * tl.sqrt(oo) * tl.exp2(through), mask=rows == 0)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L", "stride", "otherwise"])
@@ -135,9 +150,10 @@ def dplr_windows(
         others = i + tl.arange(0, 512)
         growth += tl.sum(tl.maximum(tl.load(facts + others, mask=others < end, other=0.0), 0.0), 0)
         before += tl.sum(tl.load(facts + ADDED * stride + others, mask=others < end, other=0.0), 0)
-    past = tl.cumsum(added * tl.exp2(tl.cumsum(bits, 0) - bits), 0, reverse=True)
-    past += before * tl.exp2(growth + tl.sum(bits, 0))
-    enough = (past * 16777216.0 <= alone) & (near <= own)
+    past = tl.cumsum(added * factor(tl.cumsum(bits, 0) - bits), 0, reverse=True)
+    past += before * factor(growth + tl.sum(bits, 0))
+    alone = tl.where((alone > 0.0) & (alone < float("inf")), alone, -1.0)  # never enough
+    enough = (past * 33554432.0 <= alone) & (near <= own)
     window = tl.min(tl.where(enough, near, NEAR), 0)
     tl.store(found + program, tl.where(window < NEAR, window, otherwise))
 
@@ -149,7 +165,8 @@ def find_windows(plan: Plan, x: dict[str, Any], reverse: bool = False) -> None:
     """
     if plan.has("dplr_windows"):
         otherwise = -1 if x["T"] <= FEW * x["L"] else 0
-        enter()  # h0 may still be on its way from another rank
+        if x["h0"] is not None:
+            enter()  # h0 may still be on its way from another rank
         (_, _, HV, V), K = x["v"].shape, x["q"].shape[3]
         for name, state in (("windows", "h0"), ("windows_back", "dht"))[:1 + reverse]:
             x[name] = torch.empty(x["parts"], HV, dtype=torch.int32, device=x["v"].device)
