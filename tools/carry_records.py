@@ -178,7 +178,8 @@ class Kernel(NamedTuple):
         def each(given: Mapping[str, Any]) -> Fields:
             return {self.parameters.get(name, name): one for name, one in given.items()}
         arguments, old = each(fields["arguments"]), set(self.parameters.values())
-        arguments = {name: arguments.get(name) for name in self.order if name in arguments or name not in old}
+        arguments = {name: arguments.get(name) for name in self.order or arguments
+                     if name in arguments or name not in old}
         return {**fields, "module": self.new.rpartition(".")[0], "kernel": self.new_name,
                 "arguments": arguments, "constants": each(fields["constants"]),
                 "config": self.config(fields["config"])}

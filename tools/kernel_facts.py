@@ -127,8 +127,9 @@ class Writer:
             self.text(repr(node))
 
     def each(self, nodes: list[Any]) -> None:
+        given = [f"{name} is not None" for name in self.added]
         for one in nodes:
-            if isinstance(one, ast.If) and ast.unparse(one.test) in [f"{name} is not None" for name in self.added]:
+            if isinstance(one, ast.If) and ast.unparse(one.test) in given:
                 self.each(one.orelse)
             elif not is_docstring(one) and not (isinstance(one, ast.arg) and one.arg in self.added):
                 self.write(one)
