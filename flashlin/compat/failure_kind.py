@@ -40,8 +40,8 @@ def of_error(error: BaseException) -> Kind:
     """Return the kind of failure that an exception from compiling or starting a kernel reports."""
     for one in filter(None, (error, error.__cause__)):
         # the text of a CompilationError contains the kernel's source, whose words must not be searched
-        name = type(one).__name__
-        kind = "kernel" if name == "CompilationError" else of_text(f"{name}: {one}")
+        quotes_kernel = type(one).__name__ == "CompilationError"
+        kind = "kernel" if quotes_kernel else of_text(f"{type(one).__name__}: {one}")
         if kind != "kernel":
             return kind
         # a library that cannot be loaded, or a missing C compiler for the launchers
@@ -61,10 +61,13 @@ def of_exit(code: int, said: str) -> Kind:
     code: the exit status of the process, or minus the number of the signal that ended it.
     said: the output of the process.
     """
-    name = signal_name(-code)  # in SENT only if a signal ended the process
-    if name == "SIGKILL":
-        return "memory"  # the system sends SIGKILL when memory is short
-    return "surroundings" if name in SENT else of_text(said)
+    if code < 0:
+        name = signal_name(-code)
+        if name == "SIGKILL":
+            return "memory"  # the system sends SIGKILL when memory is short
+        if name in SENT:
+            return "surroundings"
+    return of_text(said)
 
 
 def signal_name(number: int) -> str:

@@ -127,7 +127,8 @@ def check_ptxas(machine: Machine) -> Iterator[Check]:
         if cards and variable not in asked:
             yield line("ptxas", "worked around",
                        f"{variable} has no effect on {machine.card_names} under triton "
-                       f"{machine.triton or 'none'}", unset(variable))
+                       f"{machine.triton or 'none'}",
+                       unset(variable))
     for where, target in machine.cards:
         if target.triton:
             path = ptxas_path(target.triton, target.capability)
@@ -148,33 +149,36 @@ def check_ptxas(machine: Machine) -> Iterator[Check]:
 
 def check_driver(machine: Machine) -> Iterator[Check]:
     """Report the driver, and why torch does not see a GPU that the driver has."""
-    driver, hidden = machine.driver, os.environ.get("CUDA_VISIBLE_DEVICES")
+    driver = machine.driver
     updated = "version mismatch" in driver.failed
-    built = str(machine.torch.version.cuda or "") if machine.torch is not None else ""
     if not driver.cards:
         yield line("driver", "degraded" if updated else "could not check" if machine.on_gpu else "ok",
                    driver.failed or "no NVIDIA driver", "sudo reboot" if updated else "")
-    elif machine.torch is None and hidden is not None and not re.match(r"\s*(\d|GPU|MIG)", hidden):
+        return
+    built = str(machine.torch.version.cuda or "") if machine.torch is not None else ""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if machine.torch is None and hidden is not None and not re.match(r"\s*(\d|GPU|MIG)", hidden):
         yield line("driver", "degraded", f"{driver}, hidden by CUDA_VISIBLE_DEVICES={hidden!r}",
                    unset("CUDA_VISIBLE_DEVICES"))
-    elif not machine.unseen:
+        return
+    if not machine.unseen:
         old = (f"; CUDA {built} needs {releases.oldest_driver(built)} or newer" if machine.driver_too_old
                else "")
         yield line("driver", "could not check" if old else "ok", f"{driver}{old}")
-    else:
-        why = (f"is a {machine.build.removesuffix(' build')} build" if not built
-               else f"(CUDA {built}) does not see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
-               else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
-               if machine.driver_too_old
-               else f"(CUDA {built}) finds no GPU: the running driver and its library are of different "
-                    "versions, as after an update" if updated
-               else f"(CUDA {built}) finds no GPU: " + (
-                   driver.failed if driver.failed.startswith("nvidia-smi:")
-                   else "the driver gives this user or container no access"))
-        yield line("driver", "degraded",
-                   f"your {machine.card_names} (driver {driver.version or 'unknown'}) is not used: torch "
-                   f"{machine.torch.__version__} {why}",
-                   unset("CUDA_VISIBLE_DEVICES") if hidden is not None else "sudo reboot" if updated else "")
+        return
+    why = (f"is a {machine.build.removesuffix(' build')} build" if not built
+           else f"(CUDA {built}) does not see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
+           else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
+           if machine.driver_too_old
+           else f"(CUDA {built}) finds no GPU: the running driver and its library are of different "
+                "versions, as after an update" if updated
+           else f"(CUDA {built}) finds no GPU: " + (
+               driver.failed if driver.failed.startswith("nvidia-smi:")
+               else "the driver gives this user or container no access"))
+    yield line("driver", "degraded",
+               f"your {machine.card_names} (driver {driver.version or 'unknown'}) is not used: torch "
+               f"{machine.torch.__version__} {why}",
+               unset("CUDA_VISIBLE_DEVICES") if hidden is not None else "sudo reboot" if updated else "")
 
 
 def check_policy(machine: Machine) -> Iterator[Check]:
@@ -186,13 +190,15 @@ def check_policy(machine: Machine) -> Iterator[Check]:
     values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
     yield line("policy", "ok", ", ".join(f"{name} {value}" for name, value in values.items()))
     prefix = "FLASHLIN_"
-    known = sorted(map(str.upper, (*policy.Policy._fields, *policy.ELSEWHERE)))
-    for given in sorted(os.environ):
+    known = sorted(name.upper() for name in (*policy.Policy._fields, *policy.ELSEWHERE))
+    valid = {name: f"{prefix}{name}" for name in known}
+    for given in sorted(name for name in os.environ if name.startswith(prefix)):
         bare = given.removeprefix(prefix)
-        if bare != given and bare not in known:
-            close = [prefix + name for name in similar(bare, known)]
-            instead = f"{either(close)} is" if close else need_one_of(bare, [prefix + name for name in known])
-            yield line("policy", "worked around", f"{given} is not a setting; {instead}", unset(given))
+        if bare in valid:
+            continue
+        close = [valid[name] for name in similar(bare, valid)]
+        instead = f"{either(close)} is" if close else need_one_of(bare, valid.values())
+        yield line("policy", "worked around", f"{given} is not a setting; {instead}", unset(given))
 
 
 def check_interpreter(machine: Machine) -> Iterator[Check]:
@@ -245,8 +251,10 @@ def check_modules(machine: Machine) -> Iterator[Check]:
 
     Without torch no name can be imported. Then ``check_torch`` reports that, and this check reports nothing.
     """
+    if machine.torch is None:
+        return
     errors: dict[str, list[str]] = {}
-    for name in flashlin.__all__ if machine.torch is not None else ():
+    for name in flashlin.__all__:
         _, error = attempt(getattr, flashlin, name)
         if error and error != machine.policy_error:  # ``check_policy`` reports that one
             errors.setdefault(error, []).append(name)

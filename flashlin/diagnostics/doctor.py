@@ -111,7 +111,8 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
              for where, card in devices.items()]
     apart = target is None and op is None
     beside, error = attempt(section, machine, children is not None, children) if apart else (None, "")
-    checks += [unchecked("packages", error)] if error else []
+    if error:
+        checks.append(unchecked("packages", error))
     found, imports = beside or (Section(), {})
     known = found._asdict()
     if layers:
@@ -119,7 +120,8 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     if batch is not None:
         checks += import_module("flashlin.diagnostics.one_step").one_step(model, batch)
     advice, error = attempt(advise, machine, ops, [*checks, *found.packages])
-    checks += [unchecked("advice", error)] if error else []
+    if error:
+        checks.append(unchecked("advice", error))
     return Report(version=flashlin.__version__, devices=tuple(shown), checks=tuple(checks), advice=advice,
                   plans=_merged(rows), issues=tuple(issues), ran=tuple(ran), **known)
 
@@ -144,8 +146,10 @@ def _named(target: str | Target) -> Target:
 def _load(op: str, kernels: bool) -> None:
     """Import an op and the kernels of its family, which the op itself imports as late as possible."""
     getattr(flashlin, op)
+    if not kernels:
+        return
     folder = family_of(op).launches.__module__.rpartition(".")[0]
-    for module in iter_modules(import_module(folder).__path__) if kernels else ():
+    for module in iter_modules(import_module(folder).__path__):
         if module.name in ("forward", "backward"):
             import_module(f"{folder}.{module.name}")
 
@@ -202,9 +206,11 @@ def plan(problem: Problem | str, target: str | Target | None = None, policy: Pol
     if mode is not None and mode not in modes:
         raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
     asked = calls.problem_of(op, {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N}, dtype_name(dtype),
-                             mode or own, needs_grad=bool(needs_grad), varlen=varlen)._replace(ranks=ranks)
+                             mode or own, needs_grad=bool(needs_grad), varlen=varlen)
     if not calls.is_count(ranks) or (ranks != 1 and not PUBLIC[op].takes_ranks):
         raise ValueError(f"ranks: got {ranks!r} for {op}, need 1, or more for an op that takes a process_group")
+    if ranks != 1:
+        asked = asked._replace(ranks=ranks)
     return dispatch.plan(asked, _machine_of(target), in_force() if policy is None else policy)
 
 
@@ -262,7 +268,8 @@ def explain(op: str, *, target: str | Target | None = None, B: int = 1, T: int |
         lines.append(f"It cannot run. {advice(made)}.")
     lines += [f"It may be wrong: {issue.id}, whose check is switched off."
               for issue in typical_plans.unguarded(made)]
-    if needs_grad and (with_gradients := PUBLIC[op].in_place):
+    with_gradients = PUBLIC[op].in_place
+    if needs_grad and with_gradients:
         lines.append(f"This is a call without gradients. With gradients, {with_gradients} runs instead and "
                      "copies the state.")
     if not made.refused:

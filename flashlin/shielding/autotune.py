@@ -252,7 +252,8 @@ def _key_of(tuner: Any, given: dict[str, Any]) -> tuple[Any, ...]:
 def _found(call: Call, key: tuple[Any, ...]) -> Any:
     """Find the configuration for a new key, in this process or on rank 0 of the job."""
     tuner = call.tuner
-    if twice := call.kwargs.keys() & {name for config in tuner.configs for name in config.kwargs}:
+    twice = call.kwargs.keys() & {name for config in tuner.configs for name in config.kwargs}
+    if twice:
         raise ValueError(f"{', '.join(sorted(twice))}: given in the call to {name_of(tuner)} and by a "
                          "configuration, need one of the two")
     if hasattr(tuner.fn, "check_device"):  # a shielded kernel; timing it would fail with a less clear error
@@ -306,8 +307,10 @@ def _tune(call: Call, key: tuple[Any, ...], pruned: list[Any], first: bool) -> A
     if first or not getattr(tuner, "cache_results", False):
         return _measured(call, pruned, first)
     written = tuple(map(str, key))  # the disk cache stores JSON
-    tuner.check_disk_cache(written, pruned, lambda: tuner.cache.update(
-        {written: _measured(call, pruned, first)}))
+
+    def measure() -> None:
+        tuner.cache[written] = _measured(call, pruned, first)
+    tuner.check_disk_cache(written, pruned, measure)
     return tuner.cache.pop(written)
 
 
@@ -397,7 +400,8 @@ def _timed(call: Call, config: Any, first: bool) -> Any:
     if first:
         once()
         return 0.0
-    if (timer := getattr(tuner, "do_bench", None)) is not None:
+    timer = getattr(tuner, "do_bench", None)
+    if timer is not None:
         return timer(once, quantiles=(0.5, 0.2, 0.8))
     import triton.testing
     if tuner.use_cuda_graph:
@@ -448,8 +452,8 @@ def _compiled(call: Call, configs: list[Any]) -> list[Result]:
     from flashlin.testing.compile import compiled_in_forks
     sm = 10 * target.capability[0] + target.capability[1]
     works = [partial(_compile, call, config, sm) for config in configs]
-    results = compiled_in_forks(works, min(os.cpu_count() or 1, CHILDREN), CHILD_SECONDS)
-    return [result for _, result in sorted(results)]
+    results = dict(compiled_in_forks(works, min(os.cpu_count() or 1, CHILDREN), CHILD_SECONDS))
+    return [results[number] for number in range(len(configs))]
 
 
 def _compile(call: Call, config: Any, sm: int, folder: Path) -> Result:

@@ -68,10 +68,11 @@ def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) ->
     device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     if given.known:
         local_results.know(sys.stdin.read(), probe(device))
-    launched = []
+    launched = False
 
     def noting(launch: Any, *rest: Any) -> None:
-        launched.append(launch.config)
+        nonlocal launched
+        launched = True
         say(launch=launch.config)
         try:
             door._start(launch, *rest)

@@ -27,6 +27,10 @@ def _target(draw: Draw, shape: str) -> Tensor:
     return target.to(getattr(torch, draw["index"]))
 
 
+def _logits(draw: Draw, shape: str) -> Tensor:
+    return draw(shape) * (50.0 if draw["kind"] == "far" else 2.0)
+
+
 def _special(made: Tensors, draw: Draw) -> Tensors:
     if draw["kind"] == "peaked":
         made["bias"][7] += 20
@@ -40,8 +44,7 @@ def _special(made: Tensors, draw: Draw) -> Tensors:
 # other logit is -inf; or ``peaked``, where one logit is clearly the largest. ignored: "", ``some`` rows or
 # ``all`` rows. index: dtype of the targets.
 FACTS = {"N": 37, "V": 100, "kind": "random", "ignored": "", "ignore_index": -100, "index": "int64"}
-_make = Maker({"target": Input("N", _target), "logits": Input(
-    "N V", lambda draw, shape: draw(shape) * (50 if draw["kind"] == "far" else 2))}, FACTS, finish=_special)
+_make = Maker({"target": Input("N", _target), "logits": Input("N V", _logits)}, FACTS, finish=_special)
 _make_linear = _make.but(
     inputs={"target": Input("N", _target), "x": Input("N D"),
             "weight": Input("V D", lambda draw, shape: draw(shape) * draw["D"] ** -0.5),
@@ -51,8 +54,8 @@ _make_linear = _make.but(
 
 def call(logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Call cross_entropy_loss on logits that it may overwrite."""
-    # The backward overwrites logits, which is not allowed for a leaf.
-    logits = logits * 1 if options.get("inplace_backward") else logits
+    if options.get("inplace_backward"):
+        logits = logits * 1  # the backward overwrites logits, which is not allowed for a leaf
     return flashlin.cross_entropy_loss(logits, target, **options)
 
 

@@ -31,6 +31,11 @@ FORGETFUL = {"dbeta": 0.06, "dg": 0.05, "dgk": 0.05, "da": 0.02, "db": 0.02}
 REFLECTED = dict.fromkeys(("*", "d*", "dg", "dgk", "dbeta"), 0.1)
 
 
+def _minus_read(draw: Draw, shape: str) -> Tensor:
+    draw.kept["read"] = keys(draw, shape)
+    return -draw.kept["read"]
+
+
 def _back(draw: Draw, shape: str) -> Tensor:
     """Return the vectors b: -a times a rate of the kind in the case's setting ``rate``.
 
@@ -54,8 +59,7 @@ def _beta(draw: Draw, shape: str) -> Tensor:
 
 DECAY = Input("B T HV K", decays(size=4.0), FLOAT32)
 STATE = delta.REST["initial_state"]
-VECTORS = {"a": Input("B T HV K", lambda draw, shape: -draw.kept.setdefault("read", keys(draw, shape))),
-           "b": Input("B T HV K", _back)}
+VECTORS = {"a": Input("B T HV K", _minus_read), "b": Input("B T HV K", _back)}
 # keys: one of KEYS. rate: kind of beta; for DPLR, kind of the factor of -a in b. raw: gates become decays
 # inside the op. free: b is independent of a.
 FACTS = {**delta.FACTS, "B": 1, "HV": "H", "free": False}

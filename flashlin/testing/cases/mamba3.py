@@ -8,7 +8,7 @@ from torch import Tensor
 
 import flashlin
 from flashlin.kernels.mamba.reference import trapezoid
-from flashlin.testing.cases.inputs import FLOAT32, Input, Maker, times
+from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, times
 from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case
 
@@ -19,14 +19,20 @@ TOLERANCES = {"*": 0.008, "d*": 0.012, "dADT": 0.02, "dDT": 0.03, "dTrap": 0.02,
               "dQ_bias": 0.02, "dK_bias": 0.02, "dangle_state": 0.03}
 
 
+def _step(draw: Draw, shape: str) -> Tensor:
+    draw.kept["DT"] = F.softplus(draw(shape) + draw["step"])
+    return draw.kept["DT"]
+
+
+def _decay(draw: Draw, shape: str) -> Tensor:
+    return -F.softplus(draw(shape)) * draw.kept["DT"]
+
+
 # K: columns of a state (N of the op). V: width of a head (P of the op). R: rotated pairs of channels. step:
 # added to DT before its softplus.
 _make = Maker(
-    {"DT": Input("B H T", lambda draw, shape: draw.kept.setdefault(
-        "DT", F.softplus(draw(shape) + draw["step"])), FLOAT32),
-     "Q": Input("B T G K"), "K": Input("B T G K"), "V": Input("B T H V"),
-     "ADT": Input("B H T", lambda draw, shape: -F.softplus(draw(shape)) * draw.kept["DT"], FLOAT32),
-     "Trap": Input("B H T", dtype=FLOAT32),
+    {"DT": Input("B H T", _step, FLOAT32), "Q": Input("B T G K"), "K": Input("B T G K"),
+     "V": Input("B T H V"), "ADT": Input("B H T", _decay, FLOAT32), "Trap": Input("B H T", dtype=FLOAT32),
      "Q_bias": Input("H K", times(0.25, 1), FLOAT32), "K_bias": Input("H K", times(0.25, 1), FLOAT32),
      "Angles": Input("B T H R", dtype=FLOAT32), "D": Input("H", dtype=FLOAT32, when="given"),
      "Z": Input("B T H V", when="given"),

@@ -12,16 +12,20 @@ from torch import Tensor
 
 import flashlin
 from flashlin.kernels.rotary.reference import rotate
-from flashlin.testing.cases.inputs import Input, Maker
+from flashlin.testing.cases.inputs import Draw, Input, Maker
 from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.005}
 
 
+def _cosines(draw: Draw, shape: str) -> Tensor:
+    draw.kept["angles"] = 6.3 * draw.uniform(shape)
+    return draw.kept["angles"].cos()
+
+
 # R: rotated pairs. TR: rows of the tables. offsets: seqlen_offsets. bounds: dtype of cu_seqlens.
-_make = Maker({"cos": Input("TR R", lambda draw, shape: draw.kept.setdefault(
-                   "angles", 6.3 * draw.uniform(shape)).cos(), "tables"),
+_make = Maker({"cos": Input("TR R", _cosines, "tables"),
                "sin": Input("TR R", lambda draw, _: draw.kept["angles"].sin(), "tables"),
                "x": Input("B T H D"),
                "seqlen_offsets": Input("N", lambda draw, _: torch.tensor(draw["offsets"]), when="offsets")},
