@@ -171,15 +171,16 @@ def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma
 
 def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     """Return state_v_first, or the value of its old name transpose_state_layout with a warning."""
+    state_v_first = scalars.flag("state_v_first", state_v_first)
     if transpose_state_layout is None:
         return state_v_first
-    scalars.flags(state_v_first=state_v_first, transpose_state_layout=transpose_state_layout)
+    old = scalars.flag("transpose_state_layout", transpose_state_layout)
     if state_v_first:
         raise ValueError(f"{op}: got both state_v_first and transpose_state_layout, need one of them "
                          "(state_v_first)")
     warnings.warn(f"{op}: transpose_state_layout is now called state_v_first", DeprecationWarning,
                   stacklevel=4)  # skip the frames of the op and of its entry
-    return transpose_state_layout
+    return old
 
 
 def run_simple_gla(request: Request, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None,
