@@ -158,7 +158,7 @@ def dplr_reverse(
     if ALONE:
         length = tl.where(i_part > 0, length, 0)
         if windows_back is not None:
-            window = tl.load(windows_back + own)
+            window = tl.load(windows_back + own)  # -1: the head is not split, and dh0 of no use
             length = tl.where(window == 0, length, tl.minimum(length, tl.maximum(window, 0) * BT))
     if HAS_DHT:
         at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)

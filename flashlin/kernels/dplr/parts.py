@@ -38,8 +38,9 @@ def dplr_alone(
     alone: receives the final states of segments that start from zero.
     transfer: receives the K x K matrices that map initial states to their contribution to final states.
     undivided: [N, HV], set to 0 here. A later kernel sets it to 1 for heads that are not split after all.
-    windows: from ``dplr_windows``. A segment with a window starts at the window and needs no transfer. In
-        backward, windows_back tells whether the reverse scan needs the transfer.
+    windows: from ``dplr_windows``. A segment with a window starts at the window and needs no transfer. At 0
+        the whole segment is scanned. At -1 the head is not split, so nothing is scanned.
+    windows_back: the same for the reverse scan. In backward, a segment has a transfer if one of them is 0.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV

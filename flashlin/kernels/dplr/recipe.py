@@ -206,8 +206,6 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     # Why walk() has ``tall``: it marks scans for which the known issue tall-state-32 may crash the compiler.
     # These scans multiply operands as they were loaded, so 4 warps crash only in a pipelined loop (several
     # stages) of Triton 3.0 or 3.1. This was compiled for sm_90 with 3.0.0, 3.1.0 and 3.2.0.
-    # Why KDA's forward has a higher ``worth``: it spends most of its time in the kernel that prepares chunks.
-    # Its scan takes little time, so a split into 4 segments gains nothing.
     def split(worth: int) -> int:
         return scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
     part = split(scans.WORTH) if short else 0
@@ -216,6 +214,8 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     windows = 0 < part and segments >= target.sms // 4 and (
         not few or (kind == "short" and problem.needs_grad and part >= LONG))
     if not windows:
+        # KDA's forward has a higher ``worth``, because it spends most of its time in the kernel that prepares
+        # chunks. Its scan takes little time, so a split into 4 segments gains nothing.
         part = split(scans.WORTH if two or problem.needs_grad else 2 * scans.WORTH)
     # Narrow states need a second stage, for which two writing vectors leave no registers.
     narrow = narrow and not two and scans.can_be_narrow(scan, problem)
