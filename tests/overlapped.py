@@ -21,22 +21,23 @@ from flashlin.kernels import scans
 from flashlin.kernels.delta.reference import recurrence
 
 
-def sequences(op: str, device: torch.device, *, D: int = 128, T: int = 256, gated: bool = False,
-              state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
-              shift: int = 0, gradients: bool = False) -> list[torch.Tensor]:
+def sequences(op: str, device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int = 128,
+              gated: bool = False, state: bool = False, v_first: bool = False,
+              dtype: torch.dtype = torch.bfloat16, shift: int = 0,
+              gradients: bool = False) -> list[torch.Tensor]:
     """Call an op without a delta term; return o and any final state, or the gradients of the inputs.
 
     shift: number of elements by which q, k and v start after an aligned address. A tensor descriptor needs
     an aligned address.
     """
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2 * T * 4 * D + shift, device=device, dtype=dtype)[shift:].view(2, T, 4, D)
+    q, k, v = (torch.randn(B * T * H * D + shift, device=device, dtype=dtype)[shift:].view(B, T, H, D)
                for _ in "qkv")
     x: dict[str, Any] = {"q": q, "k": k, "v": v}
     if gated:
-        x["g"] = F.logsigmoid(torch.randn(2, T, 4, device=device))
+        x["g"] = F.logsigmoid(torch.randn(B, T, H, device=device))
     if state:
-        x |= {"initial_state": torch.randn(2, 4, D, D, device=device), "state_v_first": v_first}
+        x |= {"initial_state": torch.randn(B, H, D, D, device=device), "state_v_first": v_first}
     if op == "chunk_linear_attn":
         x["normalize"] = False
 
@@ -55,9 +56,10 @@ def pulled(call: Callable[[], list[torch.Tensor]], given: list[Any]) -> list[tor
         return [*torch.autograd.grad(made, leaves, pulls)]
 
 
-def mamba2(device: torch.device, gradients: bool = False, H: int = 4, G: int = 2) -> list[torch.Tensor]:
+def mamba2(device: torch.device, gradients: bool = False, T: int = 192, H: int = 4,
+           G: int = 2) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    b, T, P, N = 2, 192, 64, 128
+    b, P, N = 2, 64, 128
     x, B, C = (torch.randn(b, T, heads, size, device=device, dtype=torch.bfloat16)
                for heads, size in ((H, P), (G, N), (G, N)))
     dt, A = torch.rand(b, T, H, device=device), -torch.rand(H, device=device)
@@ -67,10 +69,10 @@ def mamba2(device: torch.device, gradients: bool = False, H: int = 4, G: int = 2
     return pulled(call, [x, dt, A, B, C]) if gradients else call()
 
 
-def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: int = 4, gated: bool = True,
-          state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
-          shift: int = 0, long_keys: bool = False, gradients: bool = False,
-          oracle: bool = False) -> list[torch.Tensor]:
+def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int = 128, V: int = 0,
+          HV: int = 4, gated: bool = True, state: bool = False, v_first: bool = False,
+          dtype: torch.dtype = torch.bfloat16, shift: int = 0, long_keys: bool = False,
+          gradients: bool = False, oracle: bool = False) -> list[torch.Tensor]:
     """Call a delta rule; return o and any final state, or the gradients of the inputs.
 
     shift: as in ``sequences``.
@@ -82,8 +84,8 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
     draw, V = torch.Generator().manual_seed(0), V or D
 
     def drawn(*sizes: int) -> torch.Tensor:
-        return torch.randn(2, T, *sizes, generator=draw)
-    x: dict[str, Any] = {"q": drawn(4, D), "k": F.normalize(drawn(4, D), dim=-1), "v": drawn(HV, V),
+        return torch.randn(B, T, *sizes, generator=draw)
+    x: dict[str, Any] = {"q": drawn(H, D), "k": F.normalize(drawn(H, D), dim=-1), "v": drawn(HV, V),
                          "beta": drawn(HV).sigmoid()}
     if long_keys:
         x["k"][:, :, 0], x["beta"][:, :, 0], x["v"][:, :-8, 0] = (3.2 / D) ** 0.5, 1.0, 0.0
@@ -91,7 +93,7 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
     if gated:
         x["g"] = F.logsigmoid(drawn(HV) + 2)
     if state:
-        h0 = torch.randn(2, HV, D, V, generator=draw)
+        h0 = torch.randn(B, HV, D, V, generator=draw)
         x["initial_state"] = h0.mT.contiguous() if v_first else h0
     x = {name: torch.cat([tensor.new_zeros(shift), tensor.flatten()]).to(device)[shift:].view(tensor.shape)
          for name, tensor in x.items()}
@@ -108,9 +110,9 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
     return pulled(call, [*x.values()]) if gradients else call()
 
 
-def channels(op: str, device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: int = 4,
-             layer: bool = False, state: bool = False, v_first: bool = False, gradients: bool = False,
-             oracle: bool = False) -> list[torch.Tensor]:
+def channels(op: str, device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int = 128, V: int = 0,
+             HV: int = 4, layer: bool = False, state: bool = False, v_first: bool = False,
+             gradients: bool = False, oracle: bool = False) -> list[torch.Tensor]:
     """Call an op with a decay for each channel; return o and any final state, or the gradients of the inputs.
 
     layer: call chunk_kda as its layer does, with a lower bound of the gate, so that kernels compute the gate.
@@ -119,19 +121,19 @@ def channels(op: str, device: torch.device, *, T: int = 256, D: int = 128, V: in
     draw, V = torch.Generator().manual_seed(0), V or D
 
     def drawn(*sizes: int) -> torch.Tensor:
-        return torch.randn(2, T, *sizes, generator=draw)
-    q, k, v, rate = drawn(4, D), F.normalize(drawn(4, D), dim=-1), drawn(HV, V), drawn(HV, D).sigmoid()
+        return torch.randn(B, T, *sizes, generator=draw)
+    q, k, v, rate = drawn(H, D), F.normalize(drawn(H, D), dim=-1), drawn(HV, V), drawn(HV, D).sigmoid()
     g = drawn(HV, D) if layer else F.logsigmoid(drawn(HV, D) + 2)
     x = {"chunk_kda": {"q": q, "k": k, "v": v, "g": g, "beta": rate[..., 0].contiguous()},
          "chunk_gdn2": {"q": q, "k": k, "v": v, "g": g, "b": rate, "w": v.sigmoid()},
-         "chunk_rwkv7": {"r": q, "w": g, "k": k, "v": v, "a": -k, "b": k * rate[:, :, :4]}}[op]
+         "chunk_rwkv7": {"r": q, "w": g, "k": k, "v": v, "a": -k, "b": k * rate[:, :, :H]}}[op]
     x, facts = {name: y.to(torch.bfloat16) for name, y in x.items()}, dict[str, Any]()
     if layer:
         x |= {"A_log": torch.rand(HV, generator=draw), "dt_bias": torch.rand(HV * D, generator=draw) - 3}
         facts = {"lower_bound": -5.0} | dict.fromkeys(
             (f"use_{name}_in_kernel" for name in ("gate", "qk_l2norm", "beta_sigmoid")), True)
     if state:
-        x["initial_state"] = torch.randn(2, HV, *((V, D) if v_first else (D, V)), generator=draw)
+        x["initial_state"] = torch.randn(B, HV, *((V, D) if v_first else (D, V)), generator=draw)
     x = {name: y.to(device, torch.float64 if oracle else y.dtype) for name, y in x.items()}
     facts |= {"state_v_first": True} if v_first else {}
 
