@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ from flashlin.compat.target import probe
 from flashlin.guards.plan_types import Plan, Problem
 from flashlin.kernels import scans
 from flashlin.kernels.batch import Batch
-from flashlin.kernels.dplr import forward, recipe, windows
+from flashlin.kernels.dplr import forward, raw, recipe, windows
 from flashlin.kernels.dplr.backward import dplr_reverse
 from flashlin.kernels.dplr.inputs import Inputs, Scalars
 from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.dplr.raw import prepare_raw
 from flashlin.kernels.sequence_split import back_by_transfers, by_transfers
 from flashlin.testing.compare import judge, poisoned
+from tests.gluon_on_cpu import running
+from tests.overlapped import channels, far
 
 T, HV, K, V, CHUNK, SCALE = 512, 2, 16, 32, 16, -0.3
 
@@ -271,6 +274,29 @@ def test_a_window_in_one_direction_only(segments: int, monkeypatch: pytest.Monke
     else:  # only these two segments have transfers; the others keep the poison
         assert back["undivided"].tolist() == [[0, 0]]
         assert back["transfer"].isfinite().all((2, 3)).nonzero().tolist() == [[1, 1], [2, 0]]
+
+
+@pytest.mark.parametrize(("op", "segments", "keeping"), [
+    ("chunk_kda", 3, -2.0), ("chunk_kda", 3, 2.0), ("chunk_gdn2", 6, -2.0)])
+@pytest.mark.alternate
+def test_whole_calls_as_on_a_gpu(op: str, segments: int, keeping: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are those of the oracle, with the Gluon kernels of a plan with windows."""
+    monkeypatch.setattr(scans, "forced_parts", segments)
+    found: list[dict[str, Any]] = []
+
+    def find(plan: Plan, x: dict[str, Any], reverse: bool) -> None:
+        windows.find_windows(plan, x, reverse)
+        found.append(x.copy())
+    monkeypatch.setattr(raw, "find_windows", find)
+    call = partial(channels, op, torch.device("cpu"), B=1, T=768, H=2, HV=2, D=64, state=True, keeping=keeping,
+                   gradients=True)
+    with running("H200,triton=3.6.0,sms=8") as names:
+        ours = call()
+    assert {"dplr_windows", "dplr_overlapped", "dplr_overlapped_back", "dplr_overlapped_grads"} <= {*names}
+    assert max(map(far, ours, call(oracle=True))) < 0.01
+    for part in found:
+        assert (part["windows"][:-1] > 0).all() == (keeping < 0)
+    assert (found[-1]["windows_back"][1:] > 0).all() == (keeping < 0)
 
 
 def test_a_state_on_its_way_is_awaited_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
