@@ -1,6 +1,7 @@
 """A recorded launch has exactly the facts that determine what Triton's JIT compiles."""
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -163,6 +164,16 @@ def test_a_kernel_that_does_not_compile_says_why(record: Record) -> None:
     results = compile_launches([Job(90, broken), Job(90, launch)], timeout=600)
     assert results[0].status == "exception" and "power of 2" in results[0].message
     assert results[1].ok, "one failure leaves the others alone"
+
+
+def test_code_that_the_parent_compiled_is_not_used(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent's code is for its own GPU, or for a simulated one without code."""
+    pytest.importorskip("triton")
+    job = Job(90, scan(record()))
+    kernel = getattr(importlib.import_module(job.launch.module), job.launch.kernel)
+    monkeypatch.setitem(kernel.device_caches, 0, "code of another device")
+    [(_, result)] = compiler.compiled_in_forks([partial(compiler._compile, job)], 1, 120)
+    assert result.ok, result
 
 
 def test_a_child_that_takes_too_long_is_ended(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
