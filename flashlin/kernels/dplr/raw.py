@@ -225,12 +225,6 @@ def dplr_prepare_raw(
         L = tl.zeros([BT, BT], dtype=tl.float32)
         b_P = tl.zeros([BT, BT], dtype=tl.float32)
         qk = tl.zeros([BT], dtype=tl.float32)
-        if facts is not None:
-            ww = squares_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK) * b_beta * b_beta
-            oo = ww
-            READS: tl.constexpr = do is not None
-            if do is not None:
-                oo = squares_of(do, first, length, i_h, HV, D=V, BT=BT, BD=BK)
         L, b_P, qk, highest, kk, ka, aa, qq, b_a = add_channels(
             L, b_P, qk, qk + float("-inf"), qk, qk, qk, qk, q, k=k, g=g, a=a, A_log=A_log, dt_bias=dt_bias,
             q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k, b_beta=b_beta, scale=scale,
@@ -242,14 +236,6 @@ def dplr_prepare_raw(
                 q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k, b_beta=b_beta, scale=scale,
                 lowest=lowest, first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT,
                 BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED, PRECISION=PRECISION)
-        if facts is not None:
-            stride = tl.num_programs(0) // HV
-            at = facts + i_h.to(tl.int64) * (FACTS * stride) + program // HV
-            if a is None:  # then a is -beta k
-                ka = -b_beta * kk
-                aa = b_beta * b_beta * kk
-            qq *= scale * scale
-            store_facts(at, stride, highest, kk, ka, aa, ww, qq, oo, length=length, BT=BT, READS=READS)
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         X = inverse(tl.where(below, -L, 0.0), scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)
@@ -262,6 +248,19 @@ def dplr_prepare_raw(
         put(W, product(X, b_a, MERGE), first, 0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         if K > BK:
             put(W, product(X, other_a, MERGE), first, 0, length, i_h, HV, D=K, d0=BK, BT=BT, BD=BK)
+        if facts is not None:  # here, because fewer values are in registers than before
+            ww = squares_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK) * b_beta * b_beta
+            oo = ww
+            READS: tl.constexpr = do is not None
+            if do is not None:
+                oo = squares_of(do, first, length, i_h, HV, D=V, BT=BT, BD=BK)
+            stride = tl.num_programs(0) // HV
+            at = facts + i_h.to(tl.int64) * (FACTS * stride) + program // HV
+            if a is None:  # then a is -beta k
+                ka = -b_beta * kk
+                aa = b_beta * b_beta * kk
+            qq *= scale * scale
+            store_facts(at, stride, highest, kk, ka, aa, ww, qq, oo, length=length, BT=BT, READS=READS)
 
 
 def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | None = None) -> None:
