@@ -140,10 +140,13 @@ class Shared:
             raise IndexError(f"index {int(i)} of {len(self.x)}")
         return Shared(self.x[int(i)])
 
-    def slice(self, begin: Any, length: int) -> Shared:
-        if int(begin) + length > len(self.x):
-            raise IndexError(f"rows {int(begin)} to {int(begin) + length} of {len(self.x)}")
-        return Shared(self.x[int(begin):int(begin) + length])
+    def slice(self, begin: Any, length: int, dim: int = 0) -> Shared:
+        if int(begin) + length > self.x.shape[dim]:
+            raise IndexError(f"{int(begin)} to {int(begin) + length} of {self.x.shape[dim]}")
+        return Shared(self.x.narrow(dim, int(begin), length))
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.x.view(shape))
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.x.permute(order))

@@ -1,0 +1,287 @@
+"""The whole forward of a delta rule for Hopper in one Gluon kernel: inverses, scores and scan.
+
+It computes the same as ``delta_inverse`` and ``delta_overlapped`` (``overlapping.py``), but the inverses of
+chunks stay in shared memory. While groups of four warps run the scan of a chunk, another group computes the
+inverse A and the scores s of the next one. The loading warp loads beta and G, and no A.
+
+The inverse of I + M begins with the 16x16 blocks on the diagonal, as in ``kernels/triangular_inverse.py``. Four
+products then add the blocks below them, for tiles of 32 and for the whole chunk. Each operand of these products
+is the sum of two bf16 numbers, which keeps 16 bits.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashlin.compat.descriptors import described
+from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers, own_rows, state_tile
+
+
+@gluon.jit
+def load_whole(ring, q, k, v, beta, G, line, row0, i_h, HV, qk_column, v_column, chunks, BT: gl.constexpr,
+               BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
+               DECAY: gl.constexpr, STAGES: gl.constexpr):
+    """Load all chunks of a program into the ring, like ``load`` of ``overlapping.py``, but without inverses."""
+    ring_q, ring_k, ring_v, lines, full, empty = ring
+    tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
+    for i in range(chunks):
+        slot = i % STAGES
+        row = row0 + i * BT
+        rate = gl.load(beta + ((row + tokens).to(gl.int64) * HV + i_h)).to(gl.float32)
+        if DECAY == 2:
+            at = line + i * BT
+            sums = gl.load(G + at + tokens)
+            total = gl.load(G + at + BT - 1 + 0 * tokens)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(slot)
+        mbarrier.expect(bar, 2 * BT * (2 * BK + GROUPS * BV))
+        async_load(k, [row, qk_column], bar, ring_k.index(slot))
+        async_load(q, [row, qk_column], bar, ring_q.index(slot))
+        for group in gl.static_range(GROUPS):
+            async_load(v, [row, v_column + group * BV], bar, ring_v.index(slot * GROUPS + group))
+        first = slot * LINES
+        lines.index(first).store(rate)
+        if DECAY == 2:
+            lines.index(first + 1).store(sums)
+            lines.index(first + 2).store(gl.exp2(sums))
+            lines.index(first + 3).store(gl.exp2(total - sums))
+            lines.index(first + 4).store(gl.exp2(total))
+        barrier()  # all lanes must have written before one signals
+        mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def halves_of(x, dtype: gl.constexpr):
+    """Return two 16-bit numbers whose sum is x in float32."""
+    high = x.to(dtype)
+    return high, (x - high.to(gl.float32)).to(dtype)
+
+
+@gluon.jit
+def put_halves(high_of, low_of, x):
+    """Store x as the sum of two 16-bit tiles in shared memory, for products to read."""
+    high, low = halves_of(x, high_of.dtype)
+    high_of.store(high)
+    low_of.store(low)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def times(x, high_of, low_of, none, left: gl.constexpr):
+    """Return the product of x in registers and a tile in shared memory, both sums of two 16-bit numbers."""
+    high, low = halves_of(x, high_of.dtype)
+    high = gl.convert_layout(high, left)
+    y = warpgroup_mma(gl.convert_layout(low, left), high_of, none, use_acc=False, is_async=True)
+    y = warpgroup_mma(high, low_of, y, is_async=True)
+    y = warpgroup_mma(high, high_of, y, is_async=True)
+    return warpgroup_mma_wait(0, [y])
+
+
+@gluon.jit
+def invert(ring, pairs, scratch, chunks, scale, BT: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
+           STAGES: gl.constexpr):
+    """Compute the inverse A and the scores s of all chunks; this is the program of a group of four warps.
+
+    pairs: A and s of two chunks in shared memory, and their barriers.
+    """
+    ring_q, ring_k, ring_v, lines, full, empty = ring
+    s_A, s_s, ready, free = pairs
+    s_M, s_D, s_C, s_C_low, s_X, s_X_low = scratch
+    dtype: gl.constexpr = ring_k.dtype
+    N: gl.constexpr = BT // 16
+    of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    of_blocks: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    column_wise: gl.constexpr = gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [1, 2, 0])
+    left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
+    a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
+    a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
+    rows = gl.arange(0, BT, a_row)[:, None]
+    columns = gl.arange(0, BT, a_column)[None, :]
+    none = gl.zeros([BT, BT], gl.float32, of_chunk)
+    own_block = rows // 16 == columns // 16
+    in_pair = rows // 32 == columns // 32
+    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, column_wise)))[None, :, None]
+    c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, column_wise)))[None, None, :]
+    for i in range(chunks):
+        slot = i % STAGES
+        line = slot * LINES
+        b_q, b_k = ring_q.index(slot), ring_k.index(slot)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        M = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+        scores = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+        M = warpgroup_mma_wait(1, [M])
+        M = M * lines.index(line).load(a_row)[:, None]
+        if DECAY == 0:
+            M = gl.where(rows > columns, M, 0.0)
+        else:
+            apart = lines.index(line + 1).load(a_row)[:, None] - lines.index(line + 1).load(a_column)[None, :]
+            M = M * gl.exp2(gl.where(rows > columns, apart, float("-inf")))
+        put_halves(s_C, s_C_low, gl.where(own_block, 0.0, M))
+        blocks = gl.sum(gl.where(own_block, M, 0.0).reshape([BT, N, 16]), 1)
+        s_M.store(blocks.reshape([N, 16, 16]).permute((0, 2, 1)))
+        scores = warpgroup_mma_wait(0, [scores])
+        if DECAY == 0:
+            scores = gl.where(rows >= columns, scores * scale, 0.0)
+        else:
+            scores = scores * (gl.exp2(gl.where(rows >= columns, apart, float("-inf"))) * scale)
+        mbarrier.wait(free.index(0), (i & 1) ^ 1)
+        s_s.store(scores.to(dtype))
+        barrier()
+        mbarrier.arrive(empty.index(slot), count=1)  # q and k are not needed any more
+        X = gl.where(j == c, 1.0, 0.0) + gl.zeros([N, 16, 16], gl.float32, column_wise)
+        for n in gl.static_range(1, 16):
+            m = s_M.slice(n, 1, 2).load(column_wise)
+            X -= gl.where(j == n, gl.sum(m * X, 1)[:, None, :], 0.0)
+        s_D.store(X.reshape([BT, 16]))
+        barrier()
+        X = s_D.load(of_blocks).reshape([BT, 1, 16])
+        X = gl.convert_layout(X.broadcast_to([BT, N, 16]).reshape([BT, BT]), of_chunk)
+        X = gl.where(own_block, X, 0.0)
+        put_halves(s_X, s_X_low, X)
+        X -= times(gl.where(in_pair, times(X, s_C, s_C_low, none, left), 0.0), s_X, s_X_low, none, left)
+        barrier()
+        put_halves(s_X, s_X_low, X)
+        X -= times(gl.where(in_pair, 0.0, times(X, s_C, s_C_low, none, left)), s_X, s_X_low, none, left)
+        s_A.store(X.to(dtype))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(ready.index(0), count=1)
+
+
+@gluon.jit
+def scan_whole(ring, pairs, o, h0, ht, o_of, entering, leaving, row0, v0, v_column, chunks, scale,
+               group: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+               GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr,
+               HAS_HT: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
+    """Compute all chunks for BV columns of the state, like ``multiply`` of ``overlapping.py``."""
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
+    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
+    ring_q, ring_k, ring_v, lines, full, empty = ring
+    s_A, s_s, ready, free = pairs
+    dtype: gl.constexpr = ring_k.dtype
+    s_o = o_of.index(group)
+    v0 += group * BV
+    v_column += group * BV
+    if HAS_H0:
+        h = gl.load(state_tile(h0, entering, v0, 0, of_state, BK, V, BV, V_FIRST)).to(gl.float32)
+    else:
+        h = gl.zeros([BV, BK], gl.float32, of_state)
+    nothing = gl.zeros([BV, BT], gl.float32, of_chunk)
+    entered = gl.convert_layout(h.to(dtype), left)
+    for i in range(chunks):
+        slot = i % STAGES
+        b_q, b_k, line = ring_q.index(slot), ring_k.index(slot), slot * LINES
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        hk = warpgroup_mma(entered, b_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        hk = warpgroup_mma_wait(0, [hk])
+        y = ring_v.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk).to(gl.float32)
+        if DECAY == 0:
+            y = y - hk
+        else:
+            y = y - hk * lines.index(line + 2).load(a_column)[None, :]
+        y = y * lines.index(line).load(a_column)[None, :]
+        y = gl.convert_layout(y.to(dtype), left)
+        out = warpgroup_mma(entered, b_q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        mbarrier.wait(ready.index(0), i & 1)
+        u = warpgroup_mma(y, s_A.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        out = warpgroup_mma_wait(1, [out])
+        if DECAY == 0:
+            out = out * scale
+        else:
+            out = out * (lines.index(line + 2).load(a_column) * scale)[None, :]
+        if DECAY == 2:
+            h = h * lines.index(line + 4).load(gl.SliceLayout(1, of_state))[:, None]
+        u = warpgroup_mma_wait(0, [u])
+        w = u
+        if DECAY == 2:
+            w = u * lines.index(line + 3).load(a_column)[None, :]
+        h = warpgroup_mma(gl.convert_layout(w.to(dtype), left_of_state), b_k, h, is_async=True)
+        u = gl.convert_layout(u.to(dtype), left)
+        out = warpgroup_mma(u, s_s.permute((1, 0)), out, is_async=True)
+        h = warpgroup_mma_wait(1, [h])
+        entered = gl.convert_layout(h.to(dtype), left)
+        out = warpgroup_mma_wait(0, [out])
+        tma.store_wait(0)
+        s_o.permute((1, 0)).store(out.to(s_o.dtype))
+        fence_async_shared()
+        async_store(o, [row0 + i * BT, v_column], s_o)
+        barrier()  # all warps must have read the slot before one thread signals
+        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(free.index(0), count=1)
+    tma.store_wait(0)
+    if HAS_HT:
+        if leaving >= 0:
+            zero = gl.minimum(chunks, 0)  # a known 0 would make the compiler keep h0's addresses until here
+            gl.store(state_tile(ht, leaving, v0, zero, of_state, BK, V, BV, V_FIRST), h)
+
+
+@described(
+    q=lambda x: (x["H"] * x["BK"], x["BT"], x["BK"]),
+    k=lambda x: (x["H"] * x["BK"], x["BT"], x["BK"]),
+    v=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
+    o=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]))
+@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "scale"])
+def delta_whole(
+    q, k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    beta,  # [rows, HV]
+    G,  # [HV, R], fp32
+    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
+    o,  # [rows, HV, V]
+    ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
+    undivided,  # [N, HV], int32, or None
+    scale,
+    T,  # tokens of a sequence, a multiple of BT
+    H, HV, R, L,
+    rows,  # number of rows in the batch
+    V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
+):
+    """Run the forward in Gluon: write the outputs o and the final states ht, like delta_scan.
+
+    One program computes 2 BV columns of the state of one head. BK is K.
+    """
+    LINES: gl.constexpr = 5 if DECAY == 2 else 1
+    dtype: gl.constexpr = q.dtype
+    v0, i_h, n, row0, chunks, own, leaving = own_rows(undivided, T, HV, L, V, 2 * BV, BT, False)
+    line = i_h.to(gl.int64) * R + row0
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], dtype)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
+    ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
+    ring_v = gl.allocate_shared_memory(dtype, [STAGES * 2, BT, BV], v.layout)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], plain)
+    full, empty = barriers(STAGES, 2, 3)
+    ring = (ring_q, ring_k, ring_v, lines, full, empty)
+    s_A = gl.allocate_shared_memory(dtype, [BT, BT], square)
+    s_s = gl.allocate_shared_memory(dtype, [BT, BT], square)
+    ready, free = barriers(1, 1, 2)
+    pairs = (s_A, s_s, ready, free)
+    s_M = gl.allocate_shared_memory(gl.float32, [BT // 16, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
+    s_D = gl.allocate_shared_memory(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    s_C = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], square)
+    s_C_low = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], square)
+    s_X = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], square)
+    s_X_low = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], square)
+    scratch = (s_M, s_D, s_C, s_C_low, s_X, s_X_low)
+    written = gl.allocate_shared_memory(o.dtype, [2, BT, BV], o.layout)
+    column = i_h * V + v0
+    gl.warp_specialize(
+        [(scan_whole, (ring, pairs, o, h0, ht, written, own, leaving, row0, v0, column, chunks, scale, 0, BT,
+                       BK, V, BV, 2, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
+         (scan_whole, (ring, pairs, o, h0, ht, written, own, leaving, row0, v0, column, chunks, scale, 1, BT,
+                       BK, V, BV, 2, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
+         (invert, (ring, pairs, scratch, chunks, scale, BT, LINES, DECAY, STAGES)),
+         (load_whole, (ring, q, k, v, beta, G, line, row0, i_h, HV, i_h // (HV // H) * BK, column, chunks, BT,
+                       BK, BV, 2, LINES, DECAY, STAGES))],
+        [4, 4, 1], [184, 112, 24])
