@@ -6,16 +6,18 @@ Gluon as Python functions, with the functions below instead of Gluon's. Programs
 functions of ``warp_specialize`` run as threads.
 
 On a GPU, asynchronous work (TMA and products) happens at any time between its start and the wait for it. Here
-it happens at its start or as late as possible, which a random generator decides each time. So a missing wait,
-or a slot that is overwritten too early, gives wrong results. Shared memory begins as NaN. These faults raise
-an error:
+a random generator decides each time if it happens at its start or at the wait. Threads sleep at random times
+after they arrive at a barrier. So a missing wait, or a slot that is overwritten too early, gives wrong
+results for some seeds. Shared memory begins as NaN. These faults raise an error:
 
 - A product is used before its wait.
-- Asynchronous work reads shared memory that was written without a fence.
-- An address is outside of its tensor.
-- No thread completes a barrier.
+- Asynchronous work reads shared memory that a thread wrote without a fence.
+- An address is outside of its tensor, or a block is not as large as its descriptor says.
+- A barrier is not complete after SECONDS, or a phase is not 0 or 1.
+- A program ends before its loads, stores and products have ended.
 
-Warps of a group, registers and layouts are not modelled, and ``barrier`` has no effect.
+Warps of a group, registers and layouts are not modelled, and ``barrier`` has no effect. Each product needs a
+wait.
 """
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ import math
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -43,13 +46,27 @@ from flashlin.compat.descriptors import Described
 from flashlin.compat.target import parse, pretend
 from flashlin.guards.plan_types import Launch
 
-SECONDS = 30  # the longest wait for a barrier
+SECONDS = 30.0  # the longest wait for a barrier
 _own = threading.local()  # program, random choices and unfinished work of this thread
 
 
+class Program:
+    """A program of a kernel, with what its threads share."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.failed = number, False
+        self.barriers: list[Barrier] = []
+        self.unfenced: list[tuple[int, range]] = []  # threads, and addresses of shared memory that they wrote
+
+    def end(self) -> None:
+        if any(bar.loads or bar.bytes for bar in self.barriers):
+            raise RuntimeError("a program ended without waiting for its loads")
+
+
 class Value(Tensor):
-    """A tensor in registers. As in Gluon, ``x += y`` makes a new value, also if others hold the old one."""
+    """A tensor in registers. As in Gluon, ``x += y`` makes a new value, and other names keep the old one."""
     __iadd__, __isub__, __imul__ = Tensor.__add__, Tensor.__sub__, Tensor.__mul__
+    __itruediv__ = Tensor.__truediv__
 
 
 def _value(x: Any) -> Tensor:
@@ -83,14 +100,19 @@ class Pointer:
 class Matrix:
     """A tensor descriptor: a tensor as a matrix, whose blocks TMA moves."""
 
-    def __init__(self, x: Tensor, rows: int, columns: int) -> None:
+    def __init__(self, x: Tensor, rows: int, columns: int, size: tuple[int, int]) -> None:
         self.x, self.dtype, self.layout = x.view(-1)[:rows * columns].view(rows, columns), x.dtype, None
+        self.size = size
 
-    def block(self, row: Any, column: Any, shape: Sequence[int]) -> Tensor:
-        row, column = int(row), int(column)
-        if row < 0 or column < 0 or row >= self.x.shape[0] or column + shape[1] > self.x.shape[1]:
+    def block(self, at: Sequence[Any], other: Shared) -> Tensor:
+        """Return the block at a row and column, for a copy from or to shared memory."""
+        (row, column), (tall, wide) = (int(x) for x in at), self.size
+        if row < 0 or column < 0 or row + tall > self.x.shape[0] or column + wide > self.x.shape[1]:
             raise IndexError(f"a block at {row}, {column} of a matrix of {[*self.x.shape]}")
-        return self.x[row:row + shape[0], column:column + shape[1]]
+        if (*other.x.shape,) != self.size or other.dtype != self.dtype:
+            raise TypeError(f"a copy between a block of {self.size} in {self.dtype} and shared memory of "
+                            f"{(*other.x.shape,)} in {other.dtype}")
+        return self.x[row:row + tall, column:column + wide]
 
 
 class Barrier:
@@ -100,6 +122,7 @@ class Barrier:
         self.changed, self.phase, self.bytes = threading.Condition(), 0, 0
         self.count = self.missing = 0
         self.loads: list[Callable[[], int]] = []
+        _own.program.barriers.append(self)
 
     def index(self, _: int) -> Barrier:
         return self
@@ -115,18 +138,30 @@ class Barrier:
             if self.missing < 0:
                 raise RuntimeError("too many arrivals at a barrier")
             self.settle()
+        if _own.draw.random() < 0.2:
+            time.sleep(0.003)
 
     def load(self) -> None:
-        """Do the loads that are still under way."""
+        """Finish the loads that have started."""
         while self.loads:
             self.bytes -= self.loads.pop(0)()
+            if self.bytes < 0:
+                raise RuntimeError("a barrier that expects fewer bytes than are loaded")
             self.settle()
 
-    def wait(self, phase: int) -> None:
-        with self.changed:
+    def passed(self, phase: int) -> bool:
+        if self.phase == phase:
             self.load()
-            if not self.changed.wait_for(lambda: self.load() or self.phase != phase, SECONDS):
-                raise TimeoutError("a barrier that no thread completes")
+        return self.phase != phase or _own.program.failed
+
+    def wait(self, phase: int) -> None:
+        if phase not in (0, 1):
+            raise ValueError(f"phase: got {phase}, need 0 or 1")
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.passed(phase), SECONDS):
+                raise TimeoutError(f"a barrier is not complete after {SECONDS} seconds")
+        if _own.program.failed:
+            raise RuntimeError("another thread of the program has failed")
 
 
 class Shared:
@@ -141,12 +176,9 @@ class Shared:
         return Shared(self.x[int(i)])
 
     def slice(self, begin: Any, length: int, dim: int = 0) -> Shared:
-        if int(begin) + length > self.x.shape[dim]:
+        if int(begin) < 0 or int(begin) + length > self.x.shape[dim]:
             raise IndexError(f"{int(begin)} to {int(begin) + length} of {self.x.shape[dim]}")
         return Shared(self.x.narrow(dim, int(begin), length))
-
-    def reshape(self, shape: Sequence[int]) -> Shared:
-        return Shared(self.x.view(shape))
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.x.permute(order))
@@ -158,21 +190,24 @@ class Shared:
         if value.shape != self.x.shape or value.dtype != self.dtype:
             raise TypeError(f"{[*value.shape]} in {value.dtype} stored as {[*self.x.shape]} in {self.dtype}")
         self.x.copy_(value)
-        _own.unfenced.append(self.extent())
+        _own.program.unfenced.append((threading.get_ident(), self.extent()))
 
     def extent(self) -> range:
-        """Return the addresses of the part, which has no gaps."""
-        return range(self.x.data_ptr(), self.x.data_ptr() + self.x.numel() * self.x.element_size())
+        """Return the addresses from the first to the last element."""
+        last = sum((size - 1) * stride for size, stride in zip(self.x.shape, self.x.stride(), strict=True))
+        return range(self.x.data_ptr(), self.x.data_ptr() + (last + 1) * self.x.element_size())
 
-    def fenced(self) -> Tensor:
-        """Return the values for asynchronous work.
-
-        Raises RuntimeError if this thread has written them without a fence.
-        """
+    def check_fences(self) -> None:
+        """Raise RuntimeError if a thread has written this part without a later fence."""
         own = self.extent()
-        if any(one.start < own.stop and own.start < one.stop for one in _own.unfenced):
+        if any(one.start < own.stop and own.start < one.stop for _, one in [*_own.program.unfenced]):
             raise RuntimeError("asynchronous work reads shared memory that was written without a fence")
-        return self.x
+
+
+def fence() -> None:
+    """Make what this thread has written to shared memory visible for asynchronous work."""
+    me = threading.get_ident()
+    _own.program.unfenced[:] = [one for one in _own.program.unfenced if one[0] != me]
 
 
 class Product:
@@ -192,11 +227,12 @@ def _late() -> bool:
 
 
 def _operand(x: Any) -> Callable[[], Tensor]:
+    """Return a function that reads an operand: registers now, or shared memory when it is called."""
     if isinstance(x, Shared):
-        x.fenced()
+        x.check_fences()
         return lambda: x.x.float()
-    known = x.float()
-    return lambda: known
+    registers = x.float()
+    return lambda: registers
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
@@ -228,32 +264,24 @@ def warpgroup_mma_wait(left: int, deps: Sequence[Product]) -> Any:
 
 
 def async_load(matrix: Matrix, at: Sequence[Any], bar: Barrier, to: Shared) -> None:
-    row, column = (int(x) for x in at)
+    block = matrix.block(at, to)
 
-    def loaded() -> int:
-        block = matrix.block(row, column, to.x.shape)
-        to.x.zero_()
-        to.x[:len(block)] = block
+    def load() -> int:
+        to.x.copy_(block)
         return to.x.numel() * to.x.element_size()
-    if matrix.dtype != to.dtype:
-        raise TypeError(f"a load of {matrix.dtype} to {to.dtype}")
     with bar.changed:
         if bar.bytes <= 0:
             raise RuntimeError("a load that its barrier does not expect")
-        bar.loads.append(loaded)
+        bar.loads.append(load)
         if not _late():
             bar.load()
         bar.changed.notify_all()
 
 
 def async_store(matrix: Matrix, at: Sequence[Any], source: Shared) -> None:
-    row, column = (int(x) for x in at)
-
-    def stored() -> None:
-        block = matrix.block(row, column, source.x.shape)
-        block.copy_(source.x[:len(block)])
-    source.fenced()
-    _own.stores.append(stored)
+    block = matrix.block(at, source)
+    source.check_fences()
+    _own.stores.append(lambda: block.copy_(source.x))
     if not _late():
         _finish_stores(0)
         _own.stores.append(lambda: None)
@@ -264,16 +292,16 @@ def _finish_stores(left: int) -> None:
         _own.stores.pop(0)()
 
 
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+def _load(pointer: Pointer, mask: Any = None, other: Any = None) -> Tensor:
     at, inside = pointer.places(mask)
+    if other is None:  # undefined on a GPU
+        other = math.nan if pointer.x.is_floating_point() else -1
     return _value(torch.where(inside, pointer.x[at.clamp(0, len(pointer.x) - 1)], other).to(pointer.x.dtype))
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     at, inside = pointer.places(mask)
-    value = torch.as_tensor(value).expand(at.shape)
-    if value.dtype != pointer.x.dtype and value.is_floating_point():
-        value = value.to(pointer.x.dtype)
+    value = torch.as_tensor(value).expand(at.shape).to(pointer.x.dtype)
     pointer.x[at[inside]] = value[inside]
 
 
@@ -281,7 +309,8 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if layout is Barrier:
         every = [Barrier() for _ in range(shape[0])]
         return every[0] if len(shape) == 1 else SimpleNamespace(index=lambda i: every[int(i)])
-    return Shared(torch.full([int(x) for x in shape], math.nan, dtype=dtype))
+    empty = math.nan if dtype.is_floating_point else -1
+    return Shared(torch.full([int(x) for x in shape], empty, dtype=dtype))
 
 
 def _init(bar: Barrier, count: int) -> None:
@@ -301,7 +330,7 @@ def _scan(x: Any, axis: int, combine: Callable[..., Any], reverse: bool = False)
 
 
 def _specialize(functions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
-    """Run the functions as threads. The first error of a thread is raised."""
+    """Run the functions as threads. Raises the first error."""
     errors: list[BaseException] = []
     program = _own.program
 
@@ -313,28 +342,32 @@ def _specialize(functions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]
             _end()
         except BaseException as error:
             errors.append(error)
+            program.failed = True
+            for bar in program.barriers:
+                with bar.changed:
+                    bar.changed.notify_all()
     threads = [threading.Thread(target=run, args=(*one, _own.draw.random())) for one in functions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
-        raise min(errors, key=lambda error: isinstance(error, TimeoutError))
+        raise errors[0]
 
 
-def _begin(program: int, seed: Any) -> None:
+def _begin(program: Program, seed: Any) -> None:
     _own.program, _own.draw = program, random.Random(seed)
-    _own.products, _own.stores, _own.unfenced = [], [], []
+    _own.products, _own.stores = [], []
 
 
 def _end() -> None:
-    if _own.products or len(_own.stores):
+    if _own.products or _own.stores:
         raise RuntimeError("a program ended without waiting for its products and stores")
 
 
 GL = SimpleNamespace(
     float32=torch.float32, int64=torch.int64, bfloat16=torch.bfloat16, float16=torch.float16,
-    program_id=lambda axis: _value(_own.program), static_range=range, load=_load, store=_store,
+    program_id=lambda axis: _value(_own.program.number), static_range=range, load=_load, store=_store,
     arange=lambda begin, end, layout=None: _value(torch.arange(begin, end)),
     zeros=lambda shape, dtype, layout=None: _value(torch.zeros(shape, dtype=dtype)),
     zeros_like=torch.zeros_like, convert_layout=lambda x, layout: x.clone(),
@@ -348,7 +381,7 @@ GL = SimpleNamespace(
                      "SwizzledSharedLayout"), lambda *_: None))
 EMULATED: dict[str, Any] = dict(
     gl=GL, warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait, async_load=async_load,
-    async_store=async_store, barrier=lambda: None, fence_async_shared=lambda: _own.unfenced.clear(),
+    async_store=async_store, barrier=lambda: None, fence_async_shared=fence,
     tma=SimpleNamespace(store_wait=_finish_stores),
     mbarrier=SimpleNamespace(
         MBarrierLayout=lambda: Barrier, init=_init, wait=lambda bar, phase: bar.wait(int(phase)),
@@ -365,7 +398,7 @@ def _in_python(home: str) -> Iterator[None]:
             value.fn if isinstance(value, (JITFunction, InterpretedFunction)) else value)
     with ExitStack() as changed:
         for name, module in [*sys.modules.items()]:
-            if hasattr(module, "gluon") and (name.startswith("flashlin.kernels") or name == home):
+            if (name.startswith("flashlin.kernels") or name == home) and hasattr(module, "gluon"):
                 changed.enter_context(mock.patch.dict(vars(module), {
                     name: plain(name, value) for name, value in vars(module).items()}))
         yield
@@ -382,14 +415,16 @@ def emulate(kernel: Any, programs: int, arguments: dict[str, Any], seed: int = 0
     if isinstance(kernel, Described):
         for name, block in kernel.blocks.items():
             if (x := arguments[name]) is not None:
-                columns, _, _, *rows = block(arguments)
-                given[name] = Matrix(x, *(rows or [arguments["rows"]]), columns)
+                columns, tall, wide, *rows = block(arguments)
+                given[name] = Matrix(x, *(rows or [arguments["rows"]]), columns, (tall, wide))
         kernel = kernel.kernel
     with _in_python(kernel.fn.__module__), torch.no_grad():
-        for program in range(programs):
-            _begin(program, seed + program)
+        for number in range(programs):
+            program = Program(number)
+            _begin(program, seed + number)
             kernel.fn(**given)
             _end()
+            program.end()
 
 
 # The interpreter keeps bf16 as bits. These methods of its builder calculate with the values instead.
@@ -413,7 +448,8 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
 def _binary(builder: Any, x: Any, y: Any, op: Any) -> Any:
     if x.dtype.scalar != BF16:
         return binary_op(builder, x, y, op)
-    return _bf16(builder, op(_wide(x).data, _wide(y).data))
+    found = op(_wide(x).data, _wide(y).data)
+    return TensorHandle(found, triton.language.int1) if found.dtype == bool else _bf16(builder, found)
 
 
 @contextmanager
@@ -432,9 +468,9 @@ def running(machine: str = "H200,triton=3.6.0", seed: int = 0) -> Iterator[list[
             emulate(kernel, programs, every, seed)
         else:
             plain[programs,](**every)
-    pretend(parse(machine))
-    launch.replace_starter(start)
     try:
+        pretend(parse(machine))
+        launch.replace_starter(start)
         with flashlin.settings(canary="trial"), mock.patch.multiple(
                 InterpreterBuilder, create=True, create_dot=_dot, get_bf16=_bf16, binary_op=_binary):
             yield names
