@@ -284,4 +284,4 @@ def delta_whole(
          (invert, (ring, pairs, scratch, chunks, scale, BT, LINES, DECAY, STAGES)),
          (load_whole, (ring, q, k, v, beta, G, line, row0, i_h, HV, i_h // (HV // H) * BK, column, chunks, BT,
                        BK, BV, 2, LINES, DECAY, STAGES))],
-        [4, 4, 1], [184, 112, 24])
+        [4, 4, 1], [176, 136, 24])
