@@ -24,7 +24,7 @@ from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barrier
 
 
 @gluon.jit
-def load_whole(ring, q, k, v, beta, G, line, row0, i_h, HV, qk_column, v_column, chunks, BT: gl.constexpr,
+def load_whole(ring, q, k, v, beta, betas, G, line, row0, i_h, HV, qk_column, v_column, chunks, BT: gl.constexpr,
                BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
                DECAY: gl.constexpr, STAGES: gl.constexpr):
     """Load all chunks of a program into the ring, like ``load`` of ``overlapping.py``, but without inverses."""
@@ -38,6 +38,8 @@ def load_whole(ring, q, k, v, beta, G, line, row0, i_h, HV, qk_column, v_column,
             at = line + i * BT
             sums = gl.load(G + at + tokens)
             total = gl.load(G + at + BT - 1 + 0 * tokens)
+        if betas is not None:
+            gl.store(betas + line + i * BT + tokens, rate)
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         bar = full.index(slot)
         mbarrier.expect(bar, 2 * BT * (2 * BK + GROUPS * BV))
@@ -85,11 +87,12 @@ def times(x, high_of, low_of, none, left: gl.constexpr):
 
 
 @gluon.jit
-def invert(ring, pairs, scratch, chunks, scale, BT: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
+def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, scale, BT: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
            STAGES: gl.constexpr):
     """Compute the inverse A and the scores s of all chunks; this is the program of a group of four warps.
 
-    pairs: A and s of two chunks in shared memory, and their barriers.
+    pairs: A and s of a chunk in shared memory, and their barriers. A, A_low: if given, receive the inverse and
+    its rounding error.
     """
     ring_q, ring_k, ring_v, lines, full, empty = ring
     s_A, s_s, ready, free = pairs
@@ -144,15 +147,26 @@ def invert(ring, pairs, scratch, chunks, scale, BT: gl.constexpr, LINES: gl.cons
         X = s_D.load(of_blocks).reshape([BT, 1, 16])
         X = gl.convert_layout(X.broadcast_to([BT, N, 16]).reshape([BT, BT]), of_chunk)
         X = gl.where(own_block, X, 0.0)
+        if A is not None:
+            tma.store_wait(0)  # the last chunk's A and A_low have left s_A and s_X_low
         put_halves(s_X, s_X_low, X)
         X -= times(gl.where(in_pair, times(X, s_C, s_C_low, none, left), 0.0), s_X, s_X_low, none, left)
         barrier()
         put_halves(s_X, s_X_low, X)
         X -= times(gl.where(in_pair, 0.0, times(X, s_C, s_C_low, none, left)), s_X, s_X_low, none, left)
-        s_A.store(X.to(dtype))
+        high, low = halves_of(X, dtype)
+        s_A.store(high)
+        if A is not None:
+            barrier()  # all warps must have read s_X_low
+            s_X_low.store(low)
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready.index(0), count=1)
+        if A is not None:
+            async_store(A, [row0 + i * BT, A_column], s_A)
+            async_store(A_low, [row0 + i * BT, A_column], s_X_low)
+    if A is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -229,6 +243,8 @@ def scan_whole(ring, pairs, o, h0, ht, o_of, entering, leaving, row0, v0, v_colu
     q=lambda x: (x["H"] * x["BK"], x["BT"], x["BK"]),
     k=lambda x: (x["H"] * x["BK"], x["BT"], x["BK"]),
     v=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
+    A=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
+    A_low=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
     o=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]))
 @gluon.jit(do_not_specialize=["T", "R", "L", "rows", "scale"])
 def delta_whole(
@@ -237,6 +253,8 @@ def delta_whole(
     beta,  # [rows, HV]
     G,  # [HV, R], fp32
     h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
+    A, A_low,  # [rows, HV, BT], or None
+    betas,  # [HV, R], fp32, or None
     o,  # [rows, HV, V]
     ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
     undivided,  # [N, HV], int32, or None
@@ -248,6 +266,8 @@ def delta_whole(
     DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
 ):
     """Run the forward in Gluon: write the outputs o and the final states ht, like delta_scan.
+
+    If given, A, A_low and betas receive what ``delta_inverse`` computes, for backward.
 
     One program computes 2 BV columns of the state of one head. BK is K.
     """
@@ -281,7 +301,7 @@ def delta_whole(
                        BK, V, BV, 2, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
          (scan_whole, (ring, pairs, o, h0, ht, written, own, leaving, row0, v0, column, chunks, scale, 1, BT,
                        BK, V, BV, 2, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
-         (invert, (ring, pairs, scratch, chunks, scale, BT, LINES, DECAY, STAGES)),
-         (load_whole, (ring, q, k, v, beta, G, line, row0, i_h, HV, i_h // (HV // H) * BK, column, chunks, BT,
+         (invert, (ring, pairs, scratch, A, A_low, row0, i_h * BT, chunks, scale, BT, LINES, DECAY, STAGES)),
+         (load_whole, (ring, q, k, v, beta, betas, G, line, row0, i_h, HV, i_h // (HV // H) * BK, column, chunks, BT,
                        BK, BV, 2, LINES, DECAY, STAGES))],
         [4, 4, 1], [176, 136, 24])
