@@ -349,21 +349,24 @@ def delta_states(
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
-        torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Run the forward launches of a plan; return (o, ht, A, A_low, lines).
 
     o: outputs [B, T, HV, V]. ht: final states or None. The others are kept for backward:
-    A: [B, T, HV, 64], the inverse of each chunk. With chunks of BT < 64 tokens, a row has BT elements.
+    A: [B, T, HV, 64], the inverse of each chunk. With chunks of BT < 64 tokens, a row has BT elements. None if
+        the scan computes the inverses and no gradients are needed.
     A_low: the rounding error of A if it has 16 bits and gradients are needed, else None.
     lines: [2, HV, B * T], float32: beta, and the cumulative sums of g.
     """
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
-    scanning, inverting = plan.launch("delta_overlapped", "delta_scan"), plan.launch("delta_inverse")
+    scanning, whole = plan.launch("delta_whole", "delta_overlapped", "delta_scan"), plan.has("delta_whole")
     o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     # The kernels store rows of BT elements here. BT is unknown when torch.compile traces with fake tensors.
-    A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
-    A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
+    needs_grad = plan.problem.needs_grad
+    A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype,
+                    device=batch.device) if needs_grad or not whole else None
+    A_low = torch.empty_like(A) if A is not None and needs_grad and x.q.dtype != torch.float32 else None
     lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
     constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=batch.decay,
                      EARLIER=x.p is not None)
@@ -372,17 +375,20 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
         n, (betas, G) = part["N"], columns(lines, part)
         part.update(betas=betas, G=G)
         summed(plan, part["g"], part["bounds"], n, G)
-        if batch.T:
+        if batch.T and not whole:
             scratch = torch.empty(part["slots"], HV, scanning.block("BT"), 24, dtype=torch.float32,
                                   device=batch.device)
-            start(inverting, delta_inverse, n * part["S"] * HV, dict(
+            start(plan.launch("delta_inverse"), delta_inverse, n * part["S"] * HV, dict(
                 constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
         by_transfers(batch, part, delta_alone, dict(scanned, HALF=False))
         ends = dict(HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht)
-        if OVERLAPPED in scanning.traits:
+        own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")} | ends
+        if whole:
+            from flashlin.kernels.delta.overlapping_whole import delta_whole
+            batch.scan(delta_whole, own, {**part, "betas": None if A is None else betas})
+        elif OVERLAPPED in scanning.traits:
             from flashlin.kernels.delta.overlapping import delta_overlapped
-            own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
-            batch.scan(delta_overlapped, own | ends, part)
+            batch.scan(delta_overlapped, own, part)
         else:
             batch.scan(delta_scan, dict(scanned, **ends, GAPS=batch.gaps), part)
     return o, ht, A, A_low, lines

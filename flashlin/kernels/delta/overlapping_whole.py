@@ -262,14 +262,15 @@ def delta_whole(
     T,  # tokens of a sequence, a multiple of BT
     H, HV, R, L,
     rows,  # number of rows in the batch
-    V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
+    V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
+    V_FIRST: gl.constexpr,
 ):
     """Run the forward in Gluon: write the outputs o and the final states ht, like delta_scan.
 
     If given, A, A_low and betas receive what ``delta_inverse`` computes, for backward.
 
-    One program computes 2 BV columns of the state of one head. BK is K.
+    One program computes GROUPS times BV columns of the state of one head. GROUPS is 2, and BK is K.
     """
     LINES: gl.constexpr = 5 if DECAY == 2 else 1
     dtype: gl.constexpr = q.dtype

@@ -52,10 +52,13 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     scan = scan._replace(BV=scans.NARROW) if narrow else scan
     kernels = [scans.cumsum_launch(problem, BT)] if "g" in problem.options else []
     states = scans.deepest(scan, shared, target) if scan.num_stages == 2 and target.stages >= 3 else scan
-    # One warp never waits at barriers, so it comes first. Two warps have more registers, in case one spills.
-    inverses = [scans.over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), inverting(BT),
-                                  per_chunk, num_warps=warps) for warps in (1, 2)]
-    kernels.append(scans.least_spilled(inverses, target))
+    whole = _whole(problem, target, part)
+    if whole is None:
+        # One warp never waits at barriers, so it comes first. Two warps have more registers, in case one
+        # spills.
+        inverses = [scans.over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), inverting(BT),
+                                      per_chunk, num_warps=warps) for warps in (1, 2)]
+        kernels.append(scans.least_spilled(inverses, target))
 
     def walk(kernel: str, config: Config, more: int = 0) -> Launch:
         return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
@@ -66,7 +69,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # other GPUs two stages spill less than one.
     slim = before and bytes_each == 2 and padded(problem.K) == 128
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
-    kernels.append(_overlapped(problem, target, part) or walk("delta_scan", forward))
+    kernels.append(whole or _overlapped(problem, target, part) or walk("delta_scan", forward))
     if problem.needs_grad:
         # without narrow states, a second stage needs too many registers (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
@@ -92,6 +95,22 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
             kernels.append(walk("delta_reverse", reverse, moved))
         kernels += [*([back] if back else []), scans.least_spilled_that_fits(grads, target)]
     return tuple(kernels)
+
+
+def _whole(problem: Problem, target: Target, part: int) -> Launch | None:
+    """Return the launch of the Gluon kernel that also computes the inverses, or None if it cannot be used.
+
+    It does not support p, and split sequences need the inverses before the scan. Other 16-bit numbers than bf16
+    would overflow in the products of the inverse.
+    """
+    if part or "p" in problem.options or problem.dtype != "bfloat16":
+        return None
+    K, BT, BV = problem.K, BLOCK, 64
+    slot = 2 * BT * (2 * K + 2 * BV) + 4 * BT * 5
+    squares = 2 * BT * BT * (2 + 4)  # A and scores, and two tiles in two halves each
+    return scans.overlapped("delta_whole", problem, target, part, {
+        "BT": BT, "BK": K, "BV": BV, "GROUPS": 2, "STAGES": scans.STAGES},
+        scans.STAGES * slot + squares + 8 * BT * 16 + 4 * BT * BV + 1024)
 
 
 def _overlapped(problem: Problem, target: Target, part: int, back: bool = False) -> Launch | None:
