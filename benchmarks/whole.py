@@ -44,9 +44,10 @@ def run(B: int, T: int, H: int, HV: int, D: int, decay: int = 2, right: bool = F
     G = (g * 1.4426950408889634).view(B * T // 64, 64, HV).cumsum(1).view(B * T, HV).T.contiguous()
     o, h0 = torch.full_like(v, float("nan")), torch.randn(B, HV, D, D, device="cuda")
     ht = torch.full_like(h0, float("nan"))
-    arguments = dict(q=q, k=k, v=v, beta=beta, G=G if decay == 2 else None, h0=h0, o=o, ht=ht, undivided=None,
+    arguments = dict(q=q, k=k, v=v, beta=beta, G=G if decay == 2 else None, h0=h0, A=None, A_low=None, betas=None,
+                     o=o, ht=ht, undivided=None,
                      scale=D ** -0.5, T=T, H=H, HV=HV, R=B * T, L=1 << 30, rows=B * T, V=D, BT=64, BK=D, BV=64,
-                     STAGES=3, DECAY=decay, HAS_H0=True, HAS_HT=True, V_FIRST=False)
+                     GROUPS=2, STAGES=3, DECAY=decay, HAS_H0=True, HAS_HT=True, V_FIRST=False)
     values = [arguments[name] for name in delta_whole.arg_names]
     grid = (B * HV * (D // 128),)
 
@@ -55,6 +56,12 @@ def run(B: int, T: int, H: int, HV: int, D: int, decay: int = 2, right: bool = F
     whole()
     torch.cuda.synchronize()
     first = o.clone()
+    A, betas = torch.full((B, T, HV, 64), float("nan"), device="cuda", dtype=torch.bfloat16), torch.empty_like(G)
+    kept = {**arguments, "A": A, "A_low": A.clone(), "betas": betas}
+    training = [kept[name] for name in delta_whole.arg_names]
+
+    def train() -> None:
+        delta_whole[grid](*training, num_warps=4)
     whole()
     torch.cuda.synchronize()
     x = dict(q=q, k=k, v=v, beta=beta, initial_state=h0, output_final_state=True)
@@ -64,7 +71,8 @@ def run(B: int, T: int, H: int, HV: int, D: int, decay: int = 2, right: bool = F
         ro, rht = ours()
         far = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in ((o, ro), (ht, rht))]
         found = dict(shape=[B, T, H, HV, D], decay=decay, from_today=far, same=bool(torch.equal(o, first)),
-                     whole_us=graphed(whole), today_us=graphed(ours))
+                     whole_us=graphed(whole), training_us=graphed(train), finite=bool(A.isfinite().all()),
+                     today_us=graphed(ours))
         if right:
             eo, eh = recurrence(*(t.double().cpu() for t in (q, k, v, beta)), g.double().cpu() if decay else None,
                                 h0=h0.double().cpu(), scale=D ** -0.5)
