@@ -358,11 +358,16 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         ends = dict(HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None)
         if OVERLAPPED in reversing.traits:
             from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
+            part["do"] = part["do"].to(part["q"].dtype)  # these kernels load tensors of one dtype
             own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
-            batch.scan(delta_overlapped_back, own | ends, {**part, "do": part["do"].to(part["q"].dtype)})
+            batch.scan(delta_overlapped_back, own | ends, part)
         else:
             batch.scan(delta_reverse, dict(reverse, **ends, ALONE=False), part)
-        if batch.T and whole:
+        if whole and plan.has("delta_overlapped_grads"):
+            from flashlin.kernels.delta.overlapping_grads import delta_overlapped_grads
+            start(plan.launch("delta_overlapped_grads"), delta_overlapped_grads, part["N"] * part["S"] * HV,
+                  dict(H=batch.H, HV=HV, K=K, DECAY=batch.decay), part)
+        elif batch.T and whole:
             start(plan.launch("delta_grads"), delta_grads, part["N"] * part["S"] * HV,
                   dict(constants, GAPS=batch.gaps), part)
     zero_forgotten(grads["dg"], x.g)

@@ -93,7 +93,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         kernels.append(walk("delta_states", states))
         if part or not back:  # split sequences always need delta_reverse, with ALONE
             kernels.append(walk("delta_reverse", reverse, moved))
-        kernels += [*([back] if back else []), scans.least_spilled_that_fits(grads, target)]
+        gradients = _overlapped_grads(problem, target) if back else None
+        kernels += [*([back] if back else []), gradients or scans.least_spilled_that_fits(grads, target)]
     return tuple(kernels)
 
 
@@ -128,6 +129,15 @@ def _overlapped(problem: Problem, target: Target, part: int, back: bool = False)
     shared = stages * slot + groups * (2 * BT * BT + written) + 1024
     return scans.overlapped("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
                             {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
+
+
+def _overlapped_grads(problem: Problem, target: Target) -> Launch | None:
+    """Return the launch of the gradients' kernel in Gluon, or None if it cannot be used."""
+    V, BT, BK = problem.V, BLOCK, 32
+    if V not in (64, 128):
+        return None
+    shared = 2 * (3 * BT * V + 4 * BK * V + 3 * BT * BT + 2 * BT * BK) + 1024
+    return scans.overlapped("delta_overlapped_grads", problem, target, 0, {"BT": BT, "BK": BK, "BV": V}, shared)
 
 
 def two_steps(sizes: Sizes) -> Sizes:
