@@ -65,9 +65,9 @@ def delta_overlapped_grads(
     strip: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BK], dtype)
     s_ds = gl.allocate_shared_memory(dtype, [BT, BT], pairs)
     s_z = gl.allocate_shared_memory(dtype, [BT, BT], pairs)
-    s_zb = gl.allocate_shared_memory(dtype, [BT, BT], pairs)
     s_k = gl.allocate_shared_memory(dtype, [BT, BK], strip)
     s_q = gl.allocate_shared_memory(dtype, [BT, BK], strip)
+    s_kb = gl.allocate_shared_memory(dtype, [BT, BK], strip)
     full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(3):
         mbarrier.init(full.index(i), count=1)
@@ -110,7 +110,6 @@ def delta_overlapped_grads(
         z = -z * between
     s_ds.store(ds.to(dtype))
     s_z.store(z.to(dtype))
-    s_zb.store((z * gl.load(betas + line + i_read)[:, None]).to(dtype))
     token = gl.arange(0, BT, a_row)
     column = gl.arange(0, BK, a_channel)
     b_beta = gl.load(betas + line + token)
@@ -139,6 +138,7 @@ def delta_overlapped_grads(
         to_h = warpgroup_mma(s_u, s_dh.permute((1, 0)), nothing, use_acc=False, is_async=True)
         s_k.store(b_k)
         s_q.store(b_q)
+        s_kb.store((b_k.to(gl.float32) * b_beta[:, None]).to(dtype))
         if DECAY == 2:  # the sum over all channels and values, of which a row holds a part
             both = gl.sum(s_h.load(of_values).to(gl.float32) * s_dh.load(of_values).to(gl.float32), 0)
             across += gl.sum(both, 0)
@@ -147,7 +147,7 @@ def delta_overlapped_grads(
         q_rows = warpgroup_mma(s_ds, s_k, nothing, use_acc=False, is_async=True)
         k_rows = warpgroup_mma(s_z, s_k, nothing, use_acc=False, is_async=True)
         columns = warpgroup_mma(s_ds.permute((1, 0)), s_q, nothing, use_acc=False, is_async=True)
-        columns = warpgroup_mma(s_zb.permute((1, 0)), s_k, columns, is_async=True)
+        columns = warpgroup_mma(s_z.permute((1, 0)), s_kb, columns, is_async=True)
         wide_q, wide_k = b_q.to(gl.float32), b_k.to(gl.float32)
         from_h, dy_h, to_h, q_rows, k_rows, columns = warpgroup_mma_wait(
             0, [from_h, dy_h, to_h, q_rows, k_rows, columns])

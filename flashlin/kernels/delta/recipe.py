@@ -136,7 +136,7 @@ def _overlapped_grads(problem: Problem, target: Target) -> Launch | None:
     V, BT, BK = problem.V, BLOCK, 32
     if V not in (64, 128):
         return None
-    shared = 2 * (3 * BT * V + 4 * BK * V + 3 * BT * BT + 2 * BT * BK) + 1024
+    shared = 2 * (3 * BT * V + 4 * BK * V + 2 * BT * BT + 3 * BT * BK) + 2048
     return scans.overlapped("delta_overlapped_grads", problem, target, 0, {"BT": BT, "BK": BK, "BV": V}, shared)
 
 
