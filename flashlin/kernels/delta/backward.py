@@ -352,14 +352,17 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
         by_transfers(batch, part, delta_alone, reverse, has_dht=dht is not None)
-        if whole:
+        own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
+        if whole and plan.has("delta_overlapped_states"):
+            from flashlin.kernels.delta.overlapping import delta_overlapped_states
+            batch.scan(delta_overlapped_states, dict(own, HAS_H0=part["h0"] is not None), part)
+        elif whole:
             batch.scan(delta_states, dict(scanned, HAS_H0=part["h0"] is not None), part)
         back_by_transfers(batch, part, delta_reverse, reverse, "dy", "dstates")
         ends = dict(HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None)
         if OVERLAPPED in reversing.traits:
             from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
             part["do"] = part["do"].to(part["q"].dtype)  # these kernels load tensors of one dtype
-            own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
             batch.scan(delta_overlapped_back, own | ends, part)
         else:
             batch.scan(delta_reverse, dict(reverse, **ends, ALONE=False), part)

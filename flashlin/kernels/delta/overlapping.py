@@ -54,9 +54,13 @@ def load(ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, A_column, 
             total = gl.load(G + at + BT - 1 + 0 * tokens)
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         bar = full.index(slot)
-        mbarrier.expect(bar, 2 * BT * (2 * BK + BT + GROUPS * BV))
+        if q is not None:
+            mbarrier.expect(bar, 2 * BT * (2 * BK + BT + GROUPS * BV))
+        else:
+            mbarrier.expect(bar, 2 * BT * (BK + BT + GROUPS * BV))
         async_load(k, [row, qk_column], bar, ring_k.index(slot))
-        async_load(q, [row, qk_column], bar, ring_q.index(slot))
+        if q is not None:
+            async_load(q, [row, qk_column], bar, ring_q.index(slot))
         for group in gl.static_range(GROUPS):
             async_load(v, [row, v_column + group * BV], bar, ring_v.index(slot * GROUPS + group))
         async_load(A, [row, A_column], bar, ring_A.index(slot))
@@ -155,6 +159,128 @@ def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_c
         if leaving >= 0:
             zero = gl.minimum(chunks, 0)  # a known 0 would make the compiler keep h0's addresses until here
             gl.store(state_tile(ht, leaving, v0, zero, of_state, BK, V, BV, V_FIRST), h)
+
+
+@gluon.jit
+def restore(ring, u, states, h0, u_of, states_of, entering, row0, table, step, v0, v_column, chunks,
+            group: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+            GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr,
+            V_FIRST: gl.constexpr, STAGES: gl.constexpr):
+    """Recompute u and the states that enter the chunks; this is the program of a group of four warps.
+
+    table: row of states where the entry of the program's first chunk begins. step: rows from the entry of one
+    chunk to the next.
+    """
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
+    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
+    ring_q, ring_k, ring_v, ring_A, lines, full, empty = ring
+    dtype: gl.constexpr = ring_k.dtype
+    s_u, s_state = u_of.index(group), states_of.index(group)
+    v0 += group * BV
+    v_column += group * BV
+    if HAS_H0:
+        h = gl.load(state_tile(h0, entering, v0, 0, of_state, BK, V, BV, V_FIRST)).to(gl.float32)
+    else:
+        h = gl.zeros([BV, BK], gl.float32, of_state)
+    nothing = gl.zeros([BV, BT], gl.float32, of_chunk)
+    for i in range(chunks):
+        slot = i % STAGES
+        b_k, line = ring_k.index(slot), slot * LINES
+        entered = h.to(dtype)
+        tma.store_wait(1)  # the buffer of the last state is free now; that of u may not be
+        s_state.permute((1, 0)).store(entered)
+        fence_async_shared()
+        async_store(states, [table + i * step, v0], s_state)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        hk = warpgroup_mma(gl.convert_layout(entered, left), b_k.permute((1, 0)), nothing, use_acc=False,
+                           is_async=True)
+        y = ring_v.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk).to(gl.float32)
+        hk = warpgroup_mma_wait(0, [hk])
+        if DECAY == 0:
+            y = y - hk
+        else:
+            y = y - hk * lines.index(line + 2).load(a_column)[None, :]
+        y = y * lines.index(line).load(a_column)[None, :]
+        u_t = warpgroup_mma(gl.convert_layout(y.to(dtype), left), ring_A.index(slot).permute((1, 0)), nothing,
+                            use_acc=False, is_async=True)
+        if DECAY == 2:
+            h = h * lines.index(line + 4).load(gl.SliceLayout(1, of_state))[:, None]
+        u_t = warpgroup_mma_wait(0, [u_t])
+        w = u_t
+        if DECAY == 2:
+            w = u_t * lines.index(line + 3).load(a_column)[None, :]
+        h = warpgroup_mma(gl.convert_layout(w.to(dtype), left_of_state), b_k, h, is_async=True)
+        tma.store_wait(1)  # the buffer of the last u is free now; that of the state may not be
+        s_u.permute((1, 0)).store(u_t.to(dtype))
+        fence_async_shared()
+        async_store(u, [row0 + i * BT, v_column], s_u)
+        h = warpgroup_mma_wait(0, [h])
+        barrier()  # all warps must have read the slot before one thread signals
+        mbarrier.arrive(empty.index(slot), count=1)
+    tma.store_wait(0)
+
+
+@described(
+    k=lambda x: (x["H"] * x["BK"], x["BT"], x["BK"]),
+    v=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
+    A=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
+    u=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
+    states=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
+@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots"])
+def delta_overlapped_states(
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    A,  # [rows, HV, BT]
+    betas, G,  # [HV, R], fp32
+    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
+    u,  # [rows, HV, V]
+    states,  # [slots, HV, K, V], one for each chunk
+    undivided,  # [N, HV], int32, or None
+    T,  # tokens of a sequence, a multiple of BT
+    H, HV, R, L,
+    rows,  # number of rows in the batch
+    slots,  # number of entries of states
+    V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, V_FIRST: gl.constexpr,
+):
+    """Recompute u and the states before the chunks in Gluon, for backward, like delta_states.
+
+    One program computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
+    """
+    LINES: gl.constexpr = 5 if DECAY == 2 else 1
+    dtype: gl.constexpr = k.dtype
+    v0, i_h, n, row0, chunks, own, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
+    line = i_h.to(gl.int64) * R + row0
+    table = ((row0 // BT + n) * HV + i_h) * BK
+    ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
+    ring_v = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, BT, BV], v.layout)
+    ring_A = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], A.layout)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    written = gl.allocate_shared_memory(dtype, [GROUPS, BT, BV], u.layout)
+    entered = gl.allocate_shared_memory(dtype, [GROUPS, BK, BV], states.layout)
+    full, empty = barriers(STAGES, 2, GROUPS)
+    ring = (ring_k, ring_k, ring_v, ring_A, lines, full, empty)
+    qk_column = i_h // (HV // H) * BK
+    v_column, step = i_h * V + v0, HV * BK
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [(restore, (ring, u, states, h0, written, entered, own, row0, table, step, v0, v_column, chunks, 0,
+                        BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, V_FIRST, STAGES)),
+             (load, (ring, None, k, v, A, betas, G, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK,
+                     BV, GROUPS, LINES, DECAY, STAGES))],
+            [1], [40])
+    else:
+        gl.warp_specialize(
+            [(restore, (ring, u, states, h0, written, entered, own, row0, table, step, v0, v_column, chunks, 0,
+                        BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, V_FIRST, STAGES)),
+             (restore, (ring, u, states, h0, written, entered, own, row0, table, step, v0, v_column, chunks, 1,
+                        BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, V_FIRST, STAGES)),
+             (load, (ring, None, k, v, A, betas, G, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK,
+                     BV, GROUPS, LINES, DECAY, STAGES))],
+            [4, 1], [232, 40])
 
 
 @described(

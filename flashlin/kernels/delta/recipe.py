@@ -90,7 +90,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
                                    per_chunk | trait_set("mixed_sum"), num_stages)
                  for strip, num_stages in ways]
         back = _overlapped(problem, target, part, back=True)
-        kernels.append(walk("delta_states", states))
+        kernels.append(_overlapped(problem, target, part, restore=True) or walk("delta_states", states))
         if part or not back:  # split sequences always need delta_reverse, with ALONE
             kernels.append(walk("delta_reverse", reverse, moved))
         gradients = _overlapped_grads(problem, target) if back else None
@@ -114,10 +114,12 @@ def _whole(problem: Problem, target: Target, part: int) -> Launch | None:
         scans.STAGES * slot + squares + 8 * BT * 16 + 4 * BT * BV + 1024)
 
 
-def _overlapped(problem: Problem, target: Target, part: int, back: bool = False) -> Launch | None:
+def _overlapped(problem: Problem, target: Target, part: int, back: bool = False,
+                restore: bool = False) -> Launch | None:
     """Return the launch of the forward scan in Gluon, or None if it cannot be used.
 
-    It does not support p. back: True for the reverse scan instead.
+    It does not support p. back: True for the reverse scan instead. restore: True for the scan that recomputes
+    the states.
     """
     if "p" in problem.options:
         return None
@@ -126,8 +128,10 @@ def _overlapped(problem: Problem, target: Target, part: int, back: bool = False)
     slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
     written = 2 * BV * (BT + K) if back else 4 * BT * BV
     stages = STAGES_BACK if back else scans.STAGES
+    if restore:
+        slot, written = slot - 2 * BT * K, 2 * BV * (BT + K)
     shared = stages * slot + groups * (2 * BT * BT + written) + 1024
-    return scans.overlapped("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
+    return scans.overlapped("delta_overlapped" + ("_back" if back else "_states" if restore else ""), problem, target, part,
                             {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
 
 
