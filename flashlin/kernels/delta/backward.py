@@ -347,8 +347,12 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     for part in batch.parts(reversing, **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
                             R=lines.shape[2]):
         part["betas"], part["G"] = columns(lines, part)
-        for name in ("u", "dy"):
-            part[name] = torch.empty_like(part["v"])
+        # The Gluon kernel of gradients reads all of a chunk's u and dy before it writes, so they can share
+        # memory with dk and dv.
+        shares = plan.has("delta_overlapped_grads") and whole
+        for name, grad in (("u", "dk"), ("dy", "dv")):
+            same = shares and part[grad].shape == part["v"].shape and part[grad].dtype == x.v.dtype
+            part[name] = part[grad] if same else torch.empty_like(part["v"])
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
         by_transfers(batch, part, delta_alone, reverse, has_dht=dht is not None)
