@@ -8,16 +8,17 @@ functions of ``warp_specialize`` run as threads.
 On a GPU, asynchronous work (TMA and products) happens at any time between its start and the wait for it. Here
 a random generator decides each time if it happens at its start or at the wait. Threads sleep at random times
 after they arrive at a barrier. So a missing wait, or a slot that is overwritten too early, gives wrong
-results for some seeds. Shared memory begins as NaN. These faults raise an error:
+results for some seeds. Shared memory begins as NaN, or as -1 for integers. These faults raise an error:
 
-- A product is used before its wait.
+- A product is used before its wait, except as the accumulator of another product.
 - Asynchronous work reads shared memory that a thread wrote without a fence.
-- An address is outside of its tensor, or a block is not as large as its descriptor says.
+- An address or a block is outside of its tensor.
+- The block of a descriptor and the shared memory of a copy differ in size or dtype.
 - A barrier is not complete after SECONDS, or a phase is not 0 or 1.
 - A program ends before its loads, stores and products have ended.
 
 Warps of a group, registers and layouts are not modelled, and ``barrier`` has no effect. Each product needs a
-wait.
+wait, because ``is_async`` is ignored.
 """
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class Program:
     def __init__(self, number: int) -> None:
         self.number, self.failed = number, False
         self.barriers: list[Barrier] = []
-        self.unfenced: list[tuple[int, range]] = []  # threads, and addresses of shared memory that they wrote
+        self.unfenced: dict[int, list[range]] = {}  # thread -> addresses of shared memory that it wrote
 
     def end(self) -> None:
         if any(bar.loads or bar.bytes for bar in self.barriers):
@@ -124,9 +125,6 @@ class Barrier:
         self.loads: list[Callable[[], int]] = []
         _own.program.barriers.append(self)
 
-    def index(self, _: int) -> Barrier:
-        return self
-
     def settle(self) -> None:
         if not self.missing and not self.bytes:
             self.phase, self.missing = self.phase ^ 1, self.count
@@ -175,10 +173,10 @@ class Shared:
             raise IndexError(f"index {int(i)} of {len(self.x)}")
         return Shared(self.x[int(i)])
 
-    def slice(self, begin: Any, length: int, dim: int = 0) -> Shared:
-        if int(begin) < 0 or int(begin) + length > self.x.shape[dim]:
-            raise IndexError(f"{int(begin)} to {int(begin) + length} of {self.x.shape[dim]}")
-        return Shared(self.x.narrow(dim, int(begin), length))
+    def slice(self, begin: Any, length: int) -> Shared:
+        if int(begin) < 0 or int(begin) + length > len(self.x):
+            raise IndexError(f"rows {int(begin)} to {int(begin) + length} of {len(self.x)}")
+        return Shared(self.x[int(begin):int(begin) + length])
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.x.permute(order))
@@ -190,7 +188,7 @@ class Shared:
         if value.shape != self.x.shape or value.dtype != self.dtype:
             raise TypeError(f"{[*value.shape]} in {value.dtype} stored as {[*self.x.shape]} in {self.dtype}")
         self.x.copy_(value)
-        _own.program.unfenced.append((threading.get_ident(), self.extent()))
+        _own.program.unfenced.setdefault(threading.get_ident(), []).append(self.extent())
 
     def extent(self) -> range:
         """Return the addresses from the first to the last element."""
@@ -200,18 +198,18 @@ class Shared:
     def check_fences(self) -> None:
         """Raise RuntimeError if a thread has written this part without a later fence."""
         own = self.extent()
-        if any(one.start < own.stop and own.start < one.stop for _, one in [*_own.program.unfenced]):
+        written = [one for every in [*_own.program.unfenced.values()] for one in [*every]]
+        if any(one.start < own.stop and own.start < one.stop for one in written):
             raise RuntimeError("asynchronous work reads shared memory that was written without a fence")
 
 
 def fence() -> None:
     """Make what this thread has written to shared memory visible for asynchronous work."""
-    me = threading.get_ident()
-    _own.program.unfenced[:] = [one for one in _own.program.unfenced if one[0] != me]
+    _own.program.unfenced.pop(threading.get_ident(), None)
 
 
 class Product:
-    """A product that may still run. It has no operators, so any use before its wait is an error."""
+    """A product that may still run. It has no operators, so calculations cannot use it before its wait."""
 
     def __init__(self, made: Callable[[], Tensor]) -> None:
         self.made = made
@@ -284,7 +282,7 @@ def async_store(matrix: Matrix, at: Sequence[Any], source: Shared) -> None:
     _own.stores.append(lambda: block.copy_(source.x))
     if not _late():
         _finish_stores(0)
-        _own.stores.append(lambda: None)
+        _own.stores.append(lambda: None)  # it still needs a wait
 
 
 def _finish_stores(left: int) -> None:
@@ -366,7 +364,7 @@ def _end() -> None:
 
 
 GL = SimpleNamespace(
-    float32=torch.float32, int64=torch.int64, bfloat16=torch.bfloat16, float16=torch.float16,
+    float32=torch.float32, int64=torch.int64,
     program_id=lambda axis: _value(_own.program.number), static_range=range, load=_load, store=_store,
     arange=lambda begin, end, layout=None: _value(torch.arange(begin, end)),
     zeros=lambda shape, dtype, layout=None: _value(torch.zeros(shape, dtype=dtype)),
@@ -390,7 +388,10 @@ EMULATED: dict[str, Any] = dict(
 
 @contextmanager
 def _in_python(home: str) -> Iterator[None]:
-    """Call this file's functions, and jitted functions as Python, in ``home`` and in modules of kernels."""
+    """In ``home`` and modules of kernels, replace Gluon's functions by those of this file.
+
+    Also replace jitted functions by their Python functions.
+    """
     def plain(name: str, value: Any) -> Any:
         if isinstance(value, triton.language.constexpr):
             return value.value
@@ -400,7 +401,7 @@ def _in_python(home: str) -> Iterator[None]:
         for name, module in [*sys.modules.items()]:
             if (name.startswith("flashlin.kernels") or name == home) and hasattr(module, "gluon"):
                 changed.enter_context(mock.patch.dict(vars(module), {
-                    name: plain(name, value) for name, value in vars(module).items()}))
+                    key: plain(key, value) for key, value in vars(module).items()}))
         yield
 
 

@@ -181,7 +181,7 @@ def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
                     if not grads[name][where].equal(found_grads[name][where]))
     if grads:
         for n, letters in enumerate(out_layouts):
-            # Larger gradients, because rounding may hide the effect of others.
+            # The new gradients are much larger, so that rounding cannot hide their effect.
             other = [changed(dx, call.place(letters, "part"), 1000 * call.cotangents(1)[n]) if i == n else dx
                      for i, dx in enumerate(cotangents)]
             after = call.run(inputs, other)[1]

@@ -168,8 +168,8 @@ def computes_gate(request: Request, tensors: tuple[Tensor | None, ...], lowest: 
             or request.cp_context is not None or request.process_group is not None):
         return False
     # run_chunked, which runs later, raises the errors about these arguments.
-    if not ((h0 is None or isinstance(h0, Tensor)) and (
-            bounds is None or (isinstance(bounds, Tensor) and not bounds.is_nested and bounds.ndim == 1))):
+    if not (h0 is None or isinstance(h0, Tensor)) or not (
+            bounds is None or (isinstance(bounds, Tensor) and not bounds.is_nested and bounds.ndim == 1)):
         return False
     x, how = (*tensors, None, bounds), Asked(request.op, False, "chunk", request.state_v_first)
     if not planned(FAMILY.problem(x, how), q.device).has("dplr_prepare_raw"):

@@ -170,7 +170,11 @@ def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma
 
 
 def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """Return state_v_first, or the value of its old name transpose_state_layout with a warning."""
+    """Return state_v_first, or the value of its old name transpose_state_layout with a warning.
+
+    Raises TypeError if one of them is not a valid flag, and ValueError if state_v_first is true and the old
+    name is also given.
+    """
     state_v_first = scalars.flag("state_v_first", state_v_first)
     if transpose_state_layout is None:
         return state_v_first

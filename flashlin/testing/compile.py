@@ -215,7 +215,9 @@ def _compile(job: Job, folder: Path) -> Result:
     """Let the JIT compile the launch of a job. Runs in the child process."""
     launch = job.launch
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
-    for name in ("cache", "device_caches"):  # of Triton 3.2 and later; the parent may have used another device
+    # The child inherits code that its parent compiled, perhaps for another GPU. Up to Triton 3.2 it is in
+    # ``cache``, later in ``device_caches``.
+    for name in ("cache", "device_caches"):
         getattr(kernel, name, {}).clear()
     return compiled_by(partial(kernel.warmup, *(argument(kind) for _, kind in launch.arguments), grid=(1,),
                                **dict(launch.constants), num_warps=launch.num_warps,

@@ -4,6 +4,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlin.compat.descriptors import described
+from flashlin import kernels
+from flashlin.compat.descriptors import Described, described
 from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers
 from tests import gluon_on_cpu
 from tests.gluon_on_cpu import emulate, running
@@ -50,8 +53,8 @@ CALLS: dict[str, tuple[str, Callable[..., list[torch.Tensor]]]] = {
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.alternate
-def test_results_are_right_in_every_order(name: str, seed: int) -> None:
-    """Results are those of float64, or of the same call on a CPU for ops without a delta term."""
+def test_results_are_right_in_random_orders(name: str, seed: int) -> None:
+    """Compare with float64 for ``delta`` and ``channels``, and with plain kernels for the other ops."""
     kernel, call = CALLS[name]
     with running(seed=seed) as names:
         ours = call(torch.device("cpu"))
@@ -60,11 +63,19 @@ def test_results_are_right_in_every_order(name: str, seed: int) -> None:
     assert max(far(*pair) for pair in zip(ours, right, strict=True)) < 0.02
 
 
+def test_every_gluon_kernel_has_a_call() -> None:
+    modules = [import_module(f"flashlin.kernels.{path.parent.name}.{path.stem}")
+               for path in Path(kernels.__path__[0]).glob("*/*.py") if "import gluon" in path.read_text()]
+    found = {name for module in modules for name, one in vars(module).items() if isinstance(one, Described)}
+    assert found == {kernel for kernel, _ in CALLS.values()}
+
+
 BT = gl.constexpr(16)
 
 
 @gluon.jit
 def load_rows(ring, x, full, empty, chunks, STAGES: gl.constexpr, FAULT: gl.constexpr):
+    """Load all chunks of x into the ring, with the fault FAULT."""
     for i in range(chunks):
         if FAULT != "no wait for a slot":
             phase = (i // STAGES) & 1
@@ -79,6 +90,7 @@ def load_rows(ring, x, full, empty, chunks, STAGES: gl.constexpr, FAULT: gl.cons
 
 @gluon.jit
 def square_rows(ring, y, last, squares, full, empty, chunks, STAGES: gl.constexpr, FAULT: gl.constexpr):
+    """Write the products of all chunks, with the fault FAULT."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     none = gl.zeros([BT, BT], gl.float32, layout)
     out = none
@@ -113,7 +125,10 @@ def square_rows(ring, y, last, squares, full, empty, chunks, STAGES: gl.constexp
 @described(x=lambda x: (16, 16, 16), y=lambda x: (16, 16, 16))
 @gluon.jit
 def squares_of(x, y, last, rows, STAGES: gl.constexpr, FAULT: gl.constexpr):
-    """Write 2 X X^T of each chunk X of 16 rows to y, and that of the last chunk to last."""
+    """Write 2 X X^T of each chunk X of 16 rows to y, and the float32 product of the last chunk to last.
+
+    FAULT: the fault of the kernel, or "" for none.
+    """
     ring = gl.allocate_shared_memory(x.dtype, [STAGES, BT, BT], x.layout)
     squares = gl.allocate_shared_memory(y.dtype, [BT, BT], y.layout)
     full, empty = barriers(STAGES, 1, 1)
@@ -144,7 +159,7 @@ ERRORS: dict[str, tuple[type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_right_kernel_gives_the_same_in_every_order(seed: int) -> None:
+def test_a_right_kernel_gives_the_same_in_random_orders(seed: int) -> None:
     assert squared("", seed)
 
 
@@ -170,7 +185,7 @@ def test_these_faults_give_wrong_results_or_errors(fault: str) -> None:
         assert "too many arrivals" in str(error) or "not expect" in str(error)
 
 
-def test_memory_that_another_thread_wrote_needs_its_fence() -> None:
+def test_memory_that_another_thread_wrote_needs_a_fence_of_that_thread() -> None:
     gluon_on_cpu._begin(gluon_on_cpu.Program(0), 0)
     part = gluon_on_cpu.Shared(torch.zeros(16, 16, dtype=torch.bfloat16))
     other = threading.Thread(target=writes, args=(part, gluon_on_cpu._own.program))

@@ -167,11 +167,12 @@ def test_a_kernel_that_does_not_compile_says_why(record: Record) -> None:
 
 
 def test_code_that_the_parent_compiled_is_not_used(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent's code is for its own GPU, or for a simulated one without code."""
+    """The parent may have compiled for its own GPU, or for a simulated GPU, whose kernels contain no code."""
     pytest.importorskip("triton")
     job = Job(90, scan(record()))
     kernel = getattr(importlib.import_module(job.launch.module), job.launch.kernel)
-    monkeypatch.setitem(kernel.device_caches, 0, "code of another device")
+    caches = kernel.device_caches if hasattr(kernel, "device_caches") else kernel.cache  # up to Triton 3.2
+    monkeypatch.setitem(caches, 0, "code of another device")
     [(_, result)] = compiler.compiled_in_forks([partial(compiler._compile, job)], 1, 120)
     assert result.ok, result
 
