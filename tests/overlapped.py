@@ -112,9 +112,10 @@ def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int 
 
 def channels(op: str, device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int = 128, V: int = 0,
              HV: int = 4, layer: bool = False, state: bool = False, v_first: bool = False,
-             gradients: bool = False, oracle: bool = False) -> list[torch.Tensor]:
+             keeping: float = 2.0, gradients: bool = False, oracle: bool = False) -> list[torch.Tensor]:
     """Call an op with a decay for each channel; return o and any final state, or the gradients of the inputs.
 
+    keeping: log decays are the logsigmoid of random numbers with this mean.
     layer: call chunk_kda as its layer does, with a lower bound of the gate, so that kernels compute the gate.
     oracle: compute the results in float64, for which ops use plain torch.
     """
@@ -123,7 +124,7 @@ def channels(op: str, device: torch.device, *, B: int = 2, T: int = 256, H: int 
     def drawn(*sizes: int) -> torch.Tensor:
         return torch.randn(B, T, *sizes, generator=draw)
     q, k, v, rate = drawn(H, D), F.normalize(drawn(H, D), dim=-1), drawn(HV, V), drawn(HV, D).sigmoid()
-    g = drawn(HV, D) if layer else F.logsigmoid(drawn(HV, D) + 2)
+    g = drawn(HV, D) if layer else F.logsigmoid(drawn(HV, D) + keeping)
     x = {"chunk_kda": {"q": q, "k": k, "v": v, "g": g, "beta": rate[..., 0].contiguous()},
          "chunk_gdn2": {"q": q, "k": k, "v": v, "g": g, "b": rate, "w": v.sigmoid()},
          "chunk_rwkv7": {"r": q, "w": g, "k": k, "v": v, "a": -k, "b": k * rate[:, :, :H]}}[op]

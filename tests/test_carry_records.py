@@ -98,6 +98,29 @@ def test_names_may_change(name: str, make: Make) -> None:
     assert parameters == expected | ({"T": "L", "scale": "factor"} if name == "parameter" else {})
 
 
+ADDED = (("(q, k, o, T,", "(q, k, more, o, T,"),
+         ("    b = tl", "    if more is not None:\n        a += tl.load(more)\n    b = tl"))
+
+
+@pytest.mark.parametrize(("change", "reason"), [((), ""), (("if more is not", "if T is not"), "main"),
+                                                (("a += tl.load(more)", "pass\n    a += 1"), "main")])
+def test_a_new_parameter_that_is_none_changes_no_code(change: tuple[str, str], reason: str, make: Make) -> None:
+    (old, key), (_, new_key) = make("made_before"), make("made_after", *ADDED, *([change] if change else []))
+    before = {new_key: old[key].parameters}
+    new = kernel_facts.functions_of(sys.modules["made_after"].main, before)
+    if not reason:
+        assert carry_records.renamed(old, key, new, new_key) == {name: name for name in old[key].parameters}
+        moved = Kernel(key, "a:1", new_key, "b:2", parameters={name: name for name in old[key].parameters},
+                       order=("q", "k", "more", "o", "T", "scale", "K"))
+        launch = {"module": "", "arguments": {"q": "*bf16", "k": "*bf16", "o": "*bf16", "T": "i32"},
+                  "constants": {"K": 64}, "config": "main K=64 warps=4 stages=1"}
+        assert list(moved.launch(launch)["arguments"].items()) == [
+            ("q", "*bf16"), ("k", "*bf16"), ("more", None), ("o", "*bf16"), ("T", "i32")]
+        return
+    with pytest.raises(Difference, match=reason):
+        carry_records.renamed(old, key, new, new_key)
+
+
 CHANGES = {
     "operator": ((("a - b", "a + b"),), "Sub"),
     "value of a constant": ((("constexpr(16)", "constexpr(32)"),), "args [ 0 16, now ...args [ 0 32"),
@@ -139,7 +162,7 @@ def test_anything_else_may_not(name: str, make: Make) -> None:
 def facts(make: Make, source: str, module: str, *changes: tuple[str, str],
           kernel: str = "main") -> dict[str, Any]:
     functions, key = make(module, *changes, kernel=kernel)
-    return {key: {"module": module, "name": kernel, "source": source,
+    return {key: {"module": module, "name": kernel, "source": source, "parameters": functions[key].parameters,
                   "functions": {name: list(one) for name, one in functions.items()}}}
 
 

@@ -23,7 +23,8 @@ is renamed or moved loses its records, although its machine code stays the same.
 
 A record is carried if the source of the kernel and of every function it calls is the same after names are
 mapped one to one. Names are those of functions, module-level constants, parameters and local variables.
-Values of constants must be equal. A record is not carried if
+Values of constants must be equal. A kernel may have new parameters, if its code is the same where they are
+None: then ``if NAME is not None`` keeps all other code away. A record is not carried if
   - code differs beyond names: an operator, a number, the body of a helper, the order of arguments
   - one name would map to two names, or two names to one
   - a parameter has the old name of another parameter, because host code passes arguments by name
@@ -146,6 +147,7 @@ class Kernel(NamedTuple):
     source, new_source: their source hashes.
     reason: why the records are not carried.
     parameters: new name of each old parameter.
+    order: names of all new parameters. Those that are new are None in carried launches.
     """
     old: str
     source: str
@@ -153,6 +155,7 @@ class Kernel(NamedTuple):
     new_source: str = ""
     reason: str = ""
     parameters: Mapping[str, str] = MappingProxyType({})
+    order: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -174,8 +177,11 @@ class Kernel(NamedTuple):
         """Return the fields of a launch with the new names."""
         def each(given: Mapping[str, Any]) -> Fields:
             return {self.parameters.get(name, name): one for name, one in given.items()}
+        arguments, old = each(fields["arguments"]), set(self.parameters.values())
+        arguments = {name: arguments.get(name) for name in self.order or arguments
+                     if name in arguments or name not in old}
         return {**fields, "module": self.new.rpartition(".")[0], "kernel": self.new_name,
-                "arguments": each(fields["arguments"]), "constants": each(fields["constants"]),
+                "arguments": arguments, "constants": each(fields["constants"]),
                 "config": self.config(fields["config"])}
 
 
@@ -213,7 +219,8 @@ def kernels(sources: Iterable[tuple[str, str]], old: Fields, new: Fields,
         same = {by_name[0]: same[by_name[0]]} if len(by_name) == 1 else same
         if len(same) == 1:
             [(one, parameters)] = same.items()
-            found.append(Kernel(key, source, one, new[one]["source"], parameters=parameters))
+            found.append(Kernel(key, source, one, new[one]["source"], parameters=parameters,
+                                order=tuple(new[one]["parameters"])))
             continue
         near = [one for one in reasons if one.rpartition(".")[2] == name or len(reasons) == 1]
         reason = f"several kernels have its source: {', '.join(same)}" if same else (
@@ -410,7 +417,9 @@ def carry(old: Path, root: Path, mapping: Mapping[str, str], write: bool, drop: 
                for path in sorted(results.glob("figures-*.json"))}
     every = {*sources.items(), *((config.partition(" ")[0], source) for record in gpus.values()
                                  for source, of_one in record["configs"].items() for config in of_one)}
-    was, now = (ask(place, "kernels", package="flashlin.kernels") for place in (old, root))
+    was = ask(old, "kernels", package="flashlin.kernels")
+    before = {key: one["functions"][key][0] for key, one in was.items()}
+    now = ask(root, "kernels", package="flashlin.kernels", before=before)
     found = kernels(every, was, now, mapping)
     carried = {one.name: one for one in found if one.new and sources.get(one.name) == one.source}
     identities = launches(ledger, carried, old, root)

@@ -59,13 +59,16 @@ def is_jitted(value: Any) -> bool:
     return inspect.isfunction(getattr(value, "fn", None))
 
 
-def functions_of(kernel: Any) -> dict[str, Function]:
-    """Return the kernel and every jitted function that it calls, by key (``module.name``)."""
+def functions_of(kernel: Any, before: Mapping[str, list[str]] | None = None) -> dict[str, Function]:
+    """Return the kernel and every jitted function that it calls, by key (``module.name``).
+
+    before: names of the parameters that a kernel had before, by key, see ``Writer``.
+    """
     known, waiting = dict[str, Function](), [kernel]
     while waiting:
         one = waiting.pop()
         if key_of(one) not in known:
-            writer = Writer(one)
+            writer = Writer(one, (before or {}).get(key_of(one)) if one is kernel else None)
             known[key_of(one)] = Function(writer.parameters, writer.tokens)
             waiting += writer.called
     return known
@@ -75,12 +78,17 @@ class Writer:
     """Translates the source of a jitted function to tokens, with each name resolved.
 
     Comments, docstrings and layout are left out, as ``flashlin.testing.source_text`` does.
+
+    before: names of the parameters of an earlier version. If this version only has more of them, the new ones
+        count as None: they are left out, and so are the statements under ``if NAME is not None``.
     """
 
-    def __init__(self, jitted: Any) -> None:
+    def __init__(self, jitted: Any, before: list[str] | None = None) -> None:
         self.key, self.globals = key_of(jitted), plain(jitted).__globals__
         self.home = plain(jitted).__module__
-        self.parameters = parameters_of(jitted)
+        self.parameters, self.added = parameters_of(jitted), set[str]()
+        if before is not None and [name for name in self.parameters if name in before] == before:
+            self.added, self.parameters = set(self.parameters).difference(before), before
         self.tokens, self.called = list[Token](), list[Any]()
         tree = ast.parse(textwrap.dedent(inspect.getsource(plain(jitted))))
         self.locals = {*self.parameters, *(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)
@@ -99,9 +107,7 @@ class Writer:
             self.tokens.append(("local", node.id) if node.id in self.locals else self.resolved(node.id))
         elif isinstance(node, list):
             self.text("[")
-            for one in node:
-                if not is_docstring(one):
-                    self.write(one)
+            self.each(node)
             self.text("]")
         elif isinstance(node, ast.AST):
             self.text(f"({type(node).__name__}")
@@ -119,6 +125,14 @@ class Writer:
             self.text(")")
         else:
             self.text(repr(node))
+
+    def each(self, nodes: list[Any]) -> None:
+        given = [f"{name} is not None" for name in self.added]
+        for one in nodes:
+            if isinstance(one, ast.If) and ast.unparse(one.test) in given:
+                self.each(one.orelse)
+            elif not is_docstring(one) and not (isinstance(one, ast.arg) and one.arg in self.added):
+                self.write(one)
 
     def fields(self, node: ast.AST) -> None:
         for name in node._fields:
@@ -195,8 +209,11 @@ def is_docstring(statement: Any) -> bool:
 # --- the requests that the program answers ---
 
 
-def kernels(package: str) -> dict[str, Any]:
-    """Return module, name, ``source_hash`` and functions of every jitted function in a package."""
+def kernels(package: str, before: Mapping[str, list[str]] | None = None) -> dict[str, Any]:
+    """Return module, name, parameters, ``source_hash`` and functions of every jitted function in a package.
+
+    before: see ``functions_of``.
+    """
     from flashlin.testing.record import source_hash
     home, found = importlib.import_module(package), dict[str, Any]()
     for one in pkgutil.walk_packages(home.__path__, f"{package}."):
@@ -205,7 +222,8 @@ def kernels(package: str) -> dict[str, Any]:
             if is_jitted(value) and value.fn.__module__ == one.name and value.fn.__name__ == name:
                 found[f"{one.name}.{name}"] = {"module": one.name, "name": name,
                                                "source": source_hash(one.name, name),
-                                               "functions": functions_of(value)}
+                                               "parameters": parameters_of(value),
+                                               "functions": functions_of(value, before)}
     return found
 
 

@@ -9,7 +9,8 @@ of L tokens, in three steps:
     2. Segment by segment: carry the states, h' = D h + alone. D is the effect of the segment on any initial
        state. It is the decay of the segment (a number or a vector over K) or, for delta rules, a K x K
        transfer matrix: the final state for the identity as initial state and v = 0. Backward does the same
-       with D^T, from the last segment to the first.
+       with D^T, from the last segment to the first. Segments that forget everything before them need no D
+       (``dplr/windows.py``).
     3. All segments in parallel: run the usual scan, each segment from its own initial state.
 Only the memory between the steps depends on the number of segments, and no step waits for the host. The
 programs of packed sequences find their segments themselves. Carried states stay in float32, and the
@@ -122,6 +123,7 @@ def carry_transferred(
     alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
     transfer,  # [segments, H, K, K], fp32
     undivided,  # [N, H], int32
+    windows,  # [segments, H], int32, or None
     h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     bounds,  # [N + 1] or None
     T, H, L,
@@ -135,6 +137,9 @@ def carry_transferred(
     ``undivided`` for each head with a carried state that is not finite. If the norms of keys are too large,
     transfer matrices overflow float32 even if no state does, and 0 x inf is NaN. The later scan computes such
     a head as one segment.
+
+    windows: positive for segments that need no transfer, because decays make their initial state negligible.
+        Negative if the head is not split, because it has a segment without a window.
 
     One program computes BV columns of the state of one head. A matrix that is too large for one step
     (BC < BK) is read in slices, and the state is then read in slices from memory.
@@ -162,6 +167,10 @@ def carry_transferred(
         tl.store(alone + to, h, mask=inside)
         beyond = tl.where(tl.abs(h) < 1e30, beyond, 1)  # NaN also fails this comparison
         asked = (i >= FROM) & (i < parts - 1)
+        if windows is not None:
+            window = tl.load(windows + own)
+            beyond = tl.where((i < parts - 1) & (window < 0), 1, beyond)
+            asked = asked & (window == 0)
         if BC >= BK:
             through, there = state_offsets(own, 0, 0, K, K, BK, BK, False)
             D = tl.load(transfer + through, mask=there & asked, other=0.0)
@@ -338,7 +347,9 @@ def _carry(batch: Batch, part: dict[str, Any], constants: dict[str, Any], kernel
     tiles = -(-batch.V // launch.block("BV")) * -(-batch.K // launch.block("BK"))
     start(launch, kernel, part["N"] * batch.HV * tiles, dict(
         alone=alone, K=batch.K, V=batch.V, REVERSE=reverse, V_FIRST=constants["V_FIRST"],
-        HAS_H0=given is not None, VARLEN=batch.packed, **own), {**part, "h0": given, "H": batch.HV})
+        HAS_H0=given is not None, VARLEN=batch.packed, **own), {
+            **part, "h0": given, "H": batch.HV,
+            "windows": part.get("windows_back" if reverse else "windows")})
     part[name] = alone
 
 

@@ -64,7 +64,7 @@ def test_other_calls_have_longer_chunks(given: dict[str, Any], gate: bool) -> No
 
 @pytest.mark.parametrize("given", [{"T": 250}, {"K": 96}, {"cu_seqlens": torch.tensor([0, 128, 256])},
                                    {"machine": "H200,triton=3.4.0"}, {"machine": "H200,triton=3.7.1"},
-                                   {"T": 16384}], ids=str)
+                                   {"T": 8192}], ids=str)
 def test_computed_gates_have_longer_chunks_where_short_ones_are_slow_or_wrong(given: dict[str, Any]) -> None:
     assert RAW not in kernels(**given, gate=False)
 
@@ -80,15 +80,15 @@ def test_compiled_code_computes_the_gate_before() -> None:
 
 
 @pytest.mark.parametrize(("given", "short"), [
-    ({}, True), ({"K": 64}, True), ({"T": 16384}, False), ({"T": 250}, False), ({"K": 96}, False),
+    ({}, True), ({"K": 64}, True), ({"T": 8192}, False), ({"T": 250}, False), ({"K": 96}, False),
     ({"cu_seqlens": torch.tensor([0, 128, 256])}, False)], ids=str)
 def test_backward_has_short_chunks_if_its_scans_overlap(given: dict[str, Any], short: bool) -> None:
-    """Backward scans chunks of 16 tokens if both scans are in Gluon and no sequence is split."""
+    """Backward scans chunks of 16 tokens if both scans are in Gluon, and sequences are whole or have windows."""
     found = kernels(gradients=True, **given)
     back = found[found.index("norm_forward"):]
     assert short == ("pointwise_gate" not in back), "kernels of short chunks compute the gate again"
     assert (RAW in back, SUMS in back, "dplr_prepare_one" in back) == (short, short, not short)
-    assert ("dplr_alone" in back) == (given.get("T") == 16384), "only this sequence is split"
+    assert ("dplr_alone" in back) == (given.get("T") == 8192), "only this sequence is split"
     overlapped = {"T": 250, "K": 96}.items().isdisjoint(given.items()) and "cu_seqlens" not in given
     assert {"dplr_overlapped_grads" if overlapped else "dplr_grads_one", "dplr_grads_rest"} <= {*back}
     if short:

@@ -126,6 +126,7 @@ def dplr_reverse(
     dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE, N is the number of segments
     dstates,  # [slots, HV, K, V], one entry per chunk, or None
     undivided,  # [N, HV], int32, or None
+    windows_back,  # [segments, HV], int32, or None
     bounds,  # [N + 1] or None
     T, N, HV, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -137,7 +138,8 @@ def dplr_reverse(
 
     One program computes BV columns of one head's state. The operands come from ``dplr_prepare``. With
     TWO_WRITES (two writing vectors) it also computes dv. With ALONE it computes only dh0, for each segment
-    except a sequence's first, as if no gradient entered from later segments.
+    except a sequence's first, as if no gradient entered from later segments. ``dplr_windows`` tells how many
+    chunks it needs for that.
 
     dy: receives dY = T^T dX, the gradient of the right-hand side of the triangular system that X solves.
     dstates: receives the gradients of the states that leave the chunks.
@@ -155,6 +157,9 @@ def dplr_reverse(
             zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if ALONE:
         length = tl.where(i_part > 0, length, 0)
+        if windows_back is not None:
+            window = tl.load(windows_back + own)  # -1: the head is not split, and dh0 of no use
+            length = tl.where(window == 0, length, tl.minimum(length, tl.maximum(window, 0) * BT))
     if HAS_DHT:
         at, inside = state_offsets(entered * HV + i_h, 0, v0, K, V, BK, BV, V_FIRST)
         dh = tl.load(dht + at, mask=inside, other=0.0).to(tl.float32)

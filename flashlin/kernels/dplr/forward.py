@@ -353,7 +353,8 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
     x.update(q_in=new(K), a_in=new(K, backward), b_out=new(K), k_out=new(K, two), W=new(K), M=new(BT),
-             P=new(BT), R=new(BT, two), N_=new(BT, two and backward), T_=new(BT, backward), T_low=new(BT, low))
+             P=new(BT), R=new(BT, two), N_=new(BT, two and backward), T_=new(BT, backward),
+             T_low=new(BT, low), windows=None, windows_back=None)
     x["G"] = sums_of_chunks(plan, x)
     scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
     start_chunks(plan, (dplr_prepare, dplr_prepare_one, dplr_prepare_rest), dict(

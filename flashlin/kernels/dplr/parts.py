@@ -22,6 +22,7 @@ def dplr_alone(
     alone,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K], fp32
     transfer,  # [segments, HV, K, K], fp32
     undivided,  # [N, HV], int32
+    windows, windows_back,  # [segments, HV], int32, or None
     bounds,  # [N + 1] or None
     T, N, HV, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -37,6 +38,9 @@ def dplr_alone(
     alone: receives the final states of segments that start from zero.
     transfer: receives the K x K matrices that map initial states to their contribution to final states.
     undivided: [N, HV], set to 0 here. A later kernel sets it to 1 for heads that are not split after all.
+    windows: from ``dplr_windows``. A segment with a window starts at the window and needs no transfer. At 0
+        the whole segment is scanned. At -1 the head is not split, so nothing is scanned.
+    windows_back: the same for the reverse scan. In backward, a segment has a transfer if one of them is 0.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
@@ -49,6 +53,18 @@ def dplr_alone(
     if (i_part == 0) & (strip == 0):
         tl.store(undivided + n * HV + i_h, 0)
     h, length, v_length = identity_strip(strip, NV, i_part, length, last, BK, BV, HAS_H0, HAS_DHT)
+    if windows is not None:
+        window = tl.load(windows + own)
+        unused = (window != 0) | last
+        if windows_back is not None:
+            unused = unused & ((tl.load(windows_back + own) != 0) | (i_part == 0))
+        if strip < NV:
+            before = tl.where(window == 0, 0, length - tl.minimum(length, tl.maximum(window, 0) * BT))
+            first += before
+            length -= before
+            v_length -= before
+        else:
+            length = tl.where(unused, 0, length)
     for t0 in range(0, length, BT):
         b_W = tile(W, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         b_M = tile(M, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)

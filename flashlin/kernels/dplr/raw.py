@@ -20,6 +20,7 @@ from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import precision
 from flashlin.kernels.dplr.one_reference import rate_of
+from flashlin.kernels.dplr.windows import FACTS, find_windows, squares_of, store_facts
 from flashlin.kernels.gla.decays import decays_from, logs, scored, still_served, sums_at
 from flashlin.kernels.gla.forward import halves
 from flashlin.kernels.gla.parts import sum_of_chunk
@@ -53,7 +54,7 @@ def log_decays(b_g, A_log, dt_bias, lowest, i_h, columns, K: tl.constexpr):
 @triton.jit
 def add_channels(
     L, b_P,  # [BT, BT]
-    qk,  # [BT]
+    qk, highest, kk, ka, aa, qq,  # [BT]
     q, k,  # [rows, H, K]
     g,  # [rows, HV, K]
     a,  # [rows, HV, K], or None
@@ -70,7 +71,8 @@ def add_channels(
 ):
     """Add BK channels to the scores L and P and to the diagonal qk of P, and store their operands.
 
-    Return L, P, qk, and a times its decay from the chunk's start until it reads the state, [BT, BK].
+    Also update the largest log2 decay of each token, and the sums of k^2, k a, a^2 and q^2 over channels.
+    Return all of these, and then a times its decay from the chunk's start until it reads the state, [BT, BK].
     """
     columns = k0 + tl.arange(0, BK)
     b_g = tile(g, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
@@ -90,6 +92,12 @@ def add_channels(
     qk += tl.sum(b_q * b_k, 1)
     RATES: tl.constexpr = a is not None
     b_a = b_k * -rate_of(a, b_beta, first, 0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=RATES)
+    known = tl.where(b_g < float("inf"), b_g, float("inf"))  # maxima would ignore NaN
+    highest = tl.maximum(highest, tl.max(tl.where((columns < K)[None, :], known, float("-inf")), 1))
+    kk += tl.sum(b_k * b_k, 1)
+    ka += tl.sum(b_k * b_a, 1)
+    aa += tl.sum(b_a * b_a, 1)
+    qq += tl.sum(b_q * b_q, 1)
     if BOUNDED > 0 or still_served(1, total - begin) > 0:
         reading, written, entered, left, kept = decays_from(b_G, b_G, begin, total, BT, False)
         X = b_k * written
@@ -117,7 +125,7 @@ def add_channels(
     b_a *= entered
     if a_in is not None:
         put(a_in, b_a, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    return L, b_P, qk, b_a
+    return L, b_P, qk, highest, kk, ka, aa, qq, b_a
 
 
 @triton.jit(do_not_specialize=["T", "lowest"])
@@ -168,13 +176,16 @@ def dplr_prepare_raw(
     q_in, a_in, b_out, W,  # [rows, HV, K]
     M, P, T_, T_low,  # [rows, HV, BT]
     G,  # [rows, HV, K], fp32
+    v, do,  # [rows, HV, V], or None
+    facts,  # [HV, FACTS, programs of a head], fp32, or None
     scratch,  # [programs, BT, 16], fp32
     bounds,  # [N + 1] or None
     scale,
     lowest,  # lower bound of the log decays
     T, N, H, HV,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, NORMALIZE: tl.constexpr, BOUNDED: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, NORMALIZE: tl.constexpr,
+    BOUNDED: tl.constexpr, FACTS: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
     REGISTERS: tl.constexpr,  # bound on the registers per thread, see compat/descriptors.py
 ):
     """Compute the operands of the scans for all chunks, with one program per chunk and head.
@@ -188,6 +199,7 @@ def dplr_prepare_raw(
     NORMALIZE: first normalize q and k.
     BOUNDED: 1 if all chunks fit one decay reference, so that they need no test, else 0.
     G: receives the sum of decays of each chunk, in the chunk's last row. Its other rows may be overwritten.
+    facts: if given, receives what ``store_facts`` computes from v and, in backward, from do.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -213,17 +225,17 @@ def dplr_prepare_raw(
         L = tl.zeros([BT, BT], dtype=tl.float32)
         b_P = tl.zeros([BT, BT], dtype=tl.float32)
         qk = tl.zeros([BT], dtype=tl.float32)
-        L, b_P, qk, b_a = add_channels(
-            L, b_P, qk, q, k, g, a, A_log, dt_bias, q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q,
-            of_k=of_k, b_beta=b_beta, scale=scale, lowest=lowest, first=first, length=length, i_qk=i_qk,
-            i_h=i_h, H=H, HV=HV, K=K, k0=0, BT=BT, BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED,
-            PRECISION=PRECISION)
+        L, b_P, qk, highest, kk, ka, aa, qq, b_a = add_channels(
+            L, b_P, qk, qk + float("-inf"), qk, qk, qk, qk, q, k=k, g=g, a=a, A_log=A_log, dt_bias=dt_bias,
+            q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k, b_beta=b_beta, scale=scale,
+            lowest=lowest, first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=0, BT=BT,
+            BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED, PRECISION=PRECISION)
         if K > BK:
-            L, b_P, qk, other_a = add_channels(
-                L, b_P, qk, q, k, g, a, A_log, dt_bias, q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q,
-                of_k=of_k, b_beta=b_beta, scale=scale, lowest=lowest, first=first, length=length, i_qk=i_qk,
-                i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT, BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED,
-                PRECISION=PRECISION)
+            L, b_P, qk, highest, kk, ka, aa, qq, other_a = add_channels(
+                L, b_P, qk, highest, kk, ka, aa, qq, q, k=k, g=g, a=a, A_log=A_log, dt_bias=dt_bias,
+                q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k, b_beta=b_beta, scale=scale,
+                lowest=lowest, first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT,
+                BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED, PRECISION=PRECISION)
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         X = inverse(tl.where(below, -L, 0.0), scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)
@@ -236,6 +248,19 @@ def dplr_prepare_raw(
         put(W, product(X, b_a, MERGE), first, 0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         if K > BK:
             put(W, product(X, other_a, MERGE), first, 0, length, i_h, HV, D=K, d0=BK, BT=BT, BD=BK)
+        if facts is not None:  # here, because fewer values are in registers than before
+            ww = squares_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK) * b_beta * b_beta
+            oo = ww
+            READS: tl.constexpr = do is not None
+            if do is not None:
+                oo = squares_of(do, first, length, i_h, HV, D=V, BT=BT, BD=BK)
+            stride = tl.num_programs(0) // HV
+            at = facts + i_h.to(tl.int64) * (FACTS * stride) + program // HV
+            if a is None:  # then a is -beta k
+                ka = -b_beta * kk
+                aa = b_beta * b_beta * kk
+            qq *= scale * scale
+            store_facts(at, stride, highest, kk, ka, aa, ww, qq, oo, length=length, BT=BT, READS=READS)
 
 
 def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | None = None) -> None:
@@ -250,14 +275,19 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | 
     def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
     x.update(q_in=new(K), a_in=new(K, back), b_out=new(K), k_out=None, W=new(K), M=new(BT), P=new(BT), R=None,
-             N_=None, T_=new(BT, back), T_low=new(BT, back and q.dtype != torch.float32),
+             N_=None, T_=new(BT, back), T_low=new(BT, back and q.dtype != torch.float32), facts=None,
+             windows=None, windows_back=None,
              G=torch.empty_like(x["g"], dtype=torch.float32) if G is None else G)
     if T:
         chunks = x["N"] + (T // BT if T > BT else 0) if packed else B * -(-T // BT)
         scratch = torch.empty(chunks * HV, BT, 16, dtype=torch.float32, device=q.device)
+        if plan.has("dplr_windows"):
+            x["facts"] = torch.empty(HV, FACTS, chunks, dtype=torch.float32, device=q.device)
         start(launch, dplr_prepare_raw, chunks * HV, dict(
-            scratch=scratch, lowest=lowest, K=K, NORMALIZE=x["A_log"] is not None and not back,
-            VARLEN=packed, PRECISION=precision(plan), MERGE=merging(plan)), x)
+            scratch=scratch, lowest=lowest, K=K, V=x["v"].shape[3], FACTS=FACTS,
+            NORMALIZE=x["A_log"] is not None and not back, VARLEN=packed, PRECISION=precision(plan),
+            MERGE=merging(plan)), {"do": None, **x})
+        find_windows(plan, x, back)
 
 
 def sums_of_long_chunks(plan: Plan, x: dict[str, Any], lowest: float) -> None:

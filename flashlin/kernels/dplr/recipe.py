@@ -34,6 +34,9 @@ TIMED = (3, 5)
 # The release for which the kernel of chunks of 16 tokens is right if it has to test its chunks. Under 3.7.1,
 # some variants of it computed scores P with errors of 12 % on an H200. Their other operands were right.
 TESTS = (3, 6)
+# Windows (windows.py) have fewer than NEAR chunks. If sequences have FEW segments or fewer, transfers take
+# longer than a scan of whole sequences. Then windows are faster only with a backward, for LONG segments.
+NEAR, FEW, LONG = 64, 5, 1024
 RAW = {"A_log", "dt_bias"}  # options of calls for which raw.py computes norms and gate
 
 
@@ -55,9 +58,11 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return whole
     short = planned(problem, target, narrow, "bounded" if asked else "short")
     short = _beside(problem, short, whole) if problem.needs_grad else short
-    # For gates that are computed before, short chunks are slower if sequences are split (1x8192x2x128: 170 us
-    # instead of 120), and not timed if the scan is in plain Triton.
-    suits = asked or (here and any(one.kernel == "dplr_overlapped" and not one.part for one in short))
+    # For gates that are computed before, short chunks are slower if sequences are split into short segments
+    # (1x8192x2x128: 170 us instead of 120), and not timed if the scan is in plain Triton.
+    kernels = {one.kernel for one in short}
+    suits = asked or (here and "dplr_overlapped" in kernels
+                      and ("dplr_windows" in kernels or not any(one.part for one in short)))
     proven = target.backend == "interpreter" or all(scans.may_start(one, problem, target) for one in short)
     return short if short and suits and proven else whole
 
@@ -97,7 +102,8 @@ def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ..
     scanned = {launch.kernel for launch in short}
     long = {launch.kernel: launch for launch in whole}
     finishing = long.get("dplr_overlapped_grads") or long.get("dplr_grads_one")
-    if (finishing is None or finishing.block("BT") != BLOCK or any(launch.part for launch in short)
+    if (finishing is None or finishing.block("BT") != BLOCK
+            or (any(launch.part for launch in short) and "dplr_windows" not in scanned)
             or not {"dplr_overlapped", "dplr_overlapped_back"} <= scanned):
         return ()
     sums = scans.over_tokens("dplr_sums", problem, dict(BT=BLOCK, BK=min(32, padded(problem.K))), num_warps=2)
@@ -200,10 +206,17 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     # Why walk() has ``tall``: it marks scans for which the known issue tall-state-32 may crash the compiler.
     # These scans multiply operands as they were loaded, so 4 warps crash only in a pipelined loop (several
     # stages) of Triton 3.0 or 3.1. This was compiled for sm_90 with 3.0.0, 3.1.0 and 3.2.0.
-    # Why KDA's forward has a higher ``worth``: it spends most of its time in the kernel that prepares chunks.
-    # Its scan takes little time, so a split into 4 segments gains nothing.
-    worth = scans.WORTH if two or problem.needs_grad else 2 * scans.WORTH
-    part = scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
+    def split(worth: int) -> int:
+        return scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
+    part = split(scans.WORTH) if short else 0
+    segments = scans.numbered(problem, part) * problem.H
+    few = problem.T <= FEW * part
+    windows = 0 < part and segments >= target.sms // 4 and (
+        not few or (kind == "short" and problem.needs_grad and part >= LONG))
+    if not windows:
+        # KDA's forward has a higher ``worth``, because it spends most of its time in the kernel that prepares
+        # chunks. Its scan takes little time, so a split into 4 segments gains nothing.
+        part = split(scans.WORTH if two or problem.needs_grad else 2 * scans.WORTH)
     # Narrow states need a second stage, for which two writing vectors leave no registers.
     narrow = narrow and not two and scans.can_be_narrow(scan, problem)
     # With whole states, a second stage would gain nothing on a busy GPU.
@@ -211,9 +224,14 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     if narrow:
         scan = scans.deepest(single, scanning, target)
     kernels = [*([] if short else [scans.channel_sums_launch(problem, BT)]), *preparation]
+    if windows:
+        kernels.append(Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1,
+                              (("BT", BT), ("NEAR", NEAR)), 1024, problem.K * problem.V, frozenset(), part))
 
     def walk(kernel: str, config: Config, shared: int, tall: bool = False) -> Launch:
         return scans.state_launch(kernel, config, problem, shared, dots, tall, part)
+    if part and short:
+        single = scans.deepest(single, reverse, target)
     if part:
         kernels += [walk("dplr_alone", single, scanning(single)),
                     scans.carry_launch(problem, target, part, transfer=True)]

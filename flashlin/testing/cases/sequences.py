@@ -23,6 +23,8 @@ LONG: dict[str, dict[str, Any]] = {"in-parts": {"B": 1, "T": 1600, "K": 32, "V":
                                    "narrow-strips": {"B": 2, "T": 1024, "H": 2, "K": 64, "V": 64},
                                    "narrow-strips-parts": {"B": 1, "T": 1590, "H": 1, "K": 128, "V": 128}}
 SLOW = "-0.002"
+# Sequences of six segments on a GPU like the H100.
+SIX: dict[str, Any] = {"B": 1, "T": 4672, "H": 6, "V": 64}
 # The ops' names of initial states and of the bounds of packed sequences, keyed by the recurrences' names.
 NAMES = {"h0": "initial_state", "bounds": "cu_seqlens"}
 

@@ -1,0 +1,46 @@
+"""Tests of when the segments of split sequences may have windows (``kernels/dplr/windows.py``)."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import flashlin
+from flashlin import dispatch
+from flashlin.compat.target import parse
+from flashlin.policy import Policy
+
+COMPUTED, IN_KERNEL, ERASING = ("beta",), ("A_log", "beta", "dt_bias"), ("a",)
+
+
+def kernels(T: int, H: int, options: tuple[str, ...] = COMPUTED, backward: bool = True,
+            machine: str = "H200,triton=3.6.0", **facts: Any) -> set[str]:
+    """Return the names of the planned kernels of a call with one sequence and heads of 128."""
+    chosen = {name: facts.pop(name) for name in ("invariant", "portable") if name in facts}
+    op = "chunk_gdn2" if options == ERASING else "chunk_kda"
+    found = flashlin.Problem(op, "dplr", "chunk", 1, T, H, 128, 128, 1, **{
+        "dtype": "bfloat16", "needs_grad": backward, "options": options, **facts})
+    policy = Policy(canary="trial", **chosen)
+    return {launch.kernel for launch in dispatch.plan(found, parse(machine), policy).launches}
+
+
+@pytest.mark.parametrize(("T", "H", "options", "backward"), [
+    (32768, 8, COMPUTED, False), (32768, 8, COMPUTED, True), (32768, 8, ERASING, True),
+    (32768, 8, IN_KERNEL, False), (32768, 8, IN_KERNEL, True), (8192, 32, COMPUTED, True), (8192, 32, ERASING, True)])
+def test_they_need_short_chunks_and_overlapping_scans(T: int, H: int, options: tuple[str, ...],
+                                                      backward: bool) -> None:
+    planned = kernels(T, H, options, backward)
+    assert {"dplr_prepare_raw", "dplr_windows", "dplr_alone", "carry_transferred", "dplr_overlapped"} <= planned
+    assert ("dplr_overlapped_back" in planned) == ("dplr_reverse" in planned) == backward
+
+
+@pytest.mark.parametrize("given", [
+    # five segments or fewer are slower with windows in forward alone, and if no gate forgets, as in layers
+    dict(T=8192, H=32, backward=False), dict(T=8192, H=32, options=IN_KERNEL),
+    dict(T=8192, H=2),  # few programs
+    dict(T=4096, H=128),  # sequences are not split
+    dict(T=32768, H=8, machine="H200,triton=3.7.1"), dict(T=32768, H=8, machine="A100,triton=3.6.0"),
+    dict(T=32768, H=8, dtype="float32"), dict(T=32768, H=8, invariant=True), dict(T=32768, H=8, portable=True)],
+    ids=str)
+def test_where_they_are_not(given: dict[str, Any]) -> None:
+    assert "dplr_windows" not in kernels(**given)
