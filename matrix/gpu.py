@@ -52,7 +52,7 @@ def row_of_case(case: Case, dtype_name: str) -> dict[str, Any]:
                 failure(failure_kind.of_error(error)): f"{type(error).__name__}: {str(error)[:300]}"}
     finally:
         door.replace_starter(None)
-    worst = max(verdicts, key=lambda verdict: (math.isnan(verdict.rms), verdict.rms / verdict.allowed))
+    worst = max(verdicts, key=lambda one: (not one.ok, math.isnan(one.rms), one.rms / one.allowed))
     return {**row, "ok": all(verdict.ok for verdict in verdicts) and verdicts == again,
             "bitwise": verdicts == again, "worst": worst.tensor, "rms": worst.rms, "row": worst.row,
             "allowed": worst.allowed}

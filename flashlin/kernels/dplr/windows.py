@@ -146,8 +146,8 @@ def dplr_windows(
             before += tl.sum(x * x, 0)
     before = tl.sqrt(before)
     growth = 0.0
-    for i in range(far, end, 512):
-        others = i + tl.arange(0, 512)
+    for i in range(far, end, 2048):
+        others = i + tl.arange(0, 2048)
         growth += tl.sum(tl.maximum(tl.load(facts + others, mask=others < end, other=0.0), 0.0), 0)
         before += tl.sum(tl.load(facts + ADDED * stride + others, mask=others < end, other=0.0), 0)
     past = tl.cumsum(added * factor(tl.cumsum(bits, 0) - bits), 0, reverse=True)
