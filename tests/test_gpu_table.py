@@ -15,7 +15,7 @@ import torch
 from flashlin import settings
 from flashlin.compat import target
 from flashlin.compat.target import parse
-from flashlin.testing import cases
+from flashlin.testing import cases, compare
 from flashlin.testing.record import source_hash
 from matrix import gpu, record
 from matrix.results import RIGHT
@@ -97,6 +97,16 @@ def test_a_full_card_a_killed_worker_and_the_end_of_the_time_are_no_verdicts(
         monkeypatch.setattr(record, "python", lambda *arguments, how=how: [sys.executable, "-c", begin + how])
         [row] = gpu.collect(1, [], seconds)
         assert row["op"] == "op" and why in row[name] and not row["ok"]
+
+
+def test_a_row_names_the_tensor_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in cases.CASES if case.op == "rms_norm" and case.quick)
+    near = compare.Verdict("o", rms=0.005, row=0.01, allowed=0.006, ok=True)
+    one_row = compare.Verdict("dk", rms=0.001, row=0.3, allowed=0.01, ok=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("flashlin.testing.compare.check", lambda *given: [near, one_row])
+    found = gpu.row_of_case(case, "float32")
+    assert not found["ok"] and (found["worst"], found["row"]) == ("dk", 0.3)
 
 
 def test_a_record_of_other_versions_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import flashlin
 from flashlin import dispatch
 from flashlin.compat.target import parse
+from flashlin.guards import launch_table
 from flashlin.policy import Policy
 
 COMPUTED, IN_KERNEL, ERASING = ("beta",), ("A_log", "beta", "dt_bias"), ("a",)
@@ -16,11 +17,11 @@ COMPUTED, IN_KERNEL, ERASING = ("beta",), ("A_log", "beta", "dt_bias"), ("a",)
 def kernels(T: int, H: int, options: tuple[str, ...] = COMPUTED, backward: bool = True,
             machine: str = "H200,triton=3.6.0", **facts: Any) -> set[str]:
     """Return the names of the planned kernels of a call with one sequence and heads of 128."""
-    chosen = {name: facts.pop(name) for name in ("invariant", "portable") if name in facts}
+    chosen = {name: facts.pop(name) for name in ("invariant", "portable", "canary") if name in facts}
     op = "chunk_gdn2" if options == ERASING else "chunk_kda"
     found = flashlin.Problem(op, "dplr", "chunk", 1, T, H, 128, 128, 1, **{
         "dtype": "bfloat16", "needs_grad": backward, "options": options, **facts})
-    policy = Policy(canary="trial", **chosen)
+    policy = Policy(**{"canary": "trial", **chosen})
     return {launch.kernel for launch in dispatch.plan(found, parse(machine), policy).launches}
 
 
@@ -44,3 +45,15 @@ def test_they_need_short_chunks_and_overlapping_scans(T: int, H: int, options: t
     ids=str)
 def test_where_they_are_not(given: dict[str, Any]) -> None:
     assert "dplr_windows" not in kernels(**given)
+
+
+def test_they_are_planned_only_where_their_kernel_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = launch_table.has_run
+
+    def has_run(config: str, *rest: Any) -> bool:
+        return not config.startswith("dplr_windows") and known(config, *rest)
+    facts: dict[str, Any] = dict(H=8, options=IN_KERNEL, backward=False, canary="auto")
+    assert "dplr_windows" in kernels(32768 + 64, **facts)
+    monkeypatch.setattr(launch_table, "has_run", has_run)
+    without = kernels(32768 + 128, **facts)  # another length, because plans are cached
+    assert {"dplr_prepare_raw", "dplr_alone"} <= without and "dplr_windows" not in without

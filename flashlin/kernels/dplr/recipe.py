@@ -5,6 +5,8 @@ write to the state; without it there is only k.
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flashlin.compat.target import Target, lanes
 from flashlin.compat.traits import of_tile, trait_set
 from flashlin.compat.versions import release
@@ -63,8 +65,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     kernels = {one.kernel for one in short}
     suits = asked or (here and "dplr_overlapped" in kernels
                       and ("dplr_windows" in kernels or not any(one.part for one in short)))
-    proven = target.backend == "interpreter" or all(scans.may_start(one, problem, target) for one in short)
-    return short if short and suits and proven else whole
+    return short if short and suits and _ran(short, problem, target) else whole
 
 
 def _writes_twice(problem: Problem) -> bool:
@@ -108,6 +109,11 @@ def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ..
         return ()
     sums = scans.over_tokens("dplr_sums", problem, dict(BT=BLOCK, BK=min(32, padded(problem.K))), num_warps=2)
     return *short, sums, finishing, long["dplr_grads_rest"]
+
+
+def _ran(launches: Iterable[Launch], problem: Problem, target: Target) -> bool:
+    """Return True if all launches have run on this kind of GPU, or for Triton's interpreter."""
+    return target.backend == "interpreter" or all(scans.may_start(one, problem, target) for one in launches)
 
 
 def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[Launch, ...]:
@@ -211,7 +217,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     part = split(scans.WORTH) if short else 0
     segments = scans.numbered(problem, part) * problem.H
     few = problem.T <= FEW * part
-    windows = 0 < part and segments >= target.sms // 4 and (
+    windowed = Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1, (("BT", BT), ("NEAR", NEAR)),
+                      1024, problem.K * problem.V, frozenset(), part)
+    windows = 0 < part and segments >= target.sms // 4 and _ran([windowed], problem, target) and (
         not few or (kind == "short" and problem.needs_grad and part >= LONG))
     if not windows:
         # KDA's forward has a higher ``worth``, because it spends most of its time in the kernel that prepares
@@ -224,9 +232,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     if narrow:
         scan = scans.deepest(single, scanning, target)
     kernels = [*([] if short else [scans.channel_sums_launch(problem, BT)]), *preparation]
-    if windows:
-        kernels.append(Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1,
-                              (("BT", BT), ("NEAR", NEAR)), 1024, problem.K * problem.V, frozenset(), part))
+    kernels += [windowed] if windows else []
 
     def walk(kernel: str, config: Config, shared: int, tall: bool = False) -> Launch:
         return scans.state_launch(kernel, config, problem, shared, dots, tall, part)
