@@ -170,8 +170,9 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
     # An upper estimate for all releases. Since Triton 3.8, shared memory has two copies of the strip of
     # states (width). With Triton 3.3, B200 has two copies of the transfer matrix (tall) as well.
     each = 4 * (2 if target.capability[0] == 10 else tf32_copies(4, target)) * (tall + 2 * width)
-    # a slice of more than 64 columns would spill 1 KB
-    deep = next((deep for deep in (64, 32) if deep <= tall and each * deep <= target.shared), 16)
+    # a slice of more than 64 columns would spill 1 KB, and with two warps one of more than 32
+    deep = next((deep for deep in (64, 32) if deep <= min(tall, 16 * problem.max_warps)
+                 and each * deep <= target.shared), 16)
     return Launch("carry_transferred", (strips,), min(4, problem.max_warps), 1,
                   (("BK", tall), ("BV", width), ("BC", deep)), each * deep, span,
                   trait_set("dot", "fp32_dot"), part)

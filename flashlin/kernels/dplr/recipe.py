@@ -150,8 +150,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED and lanes(target.arch) == 32 else 4)
     strips = [Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)]
     fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
-    if bytes_each == 2 and fits:
-        strips = [best, *strips, *([] if two else [best._replace(K=32)])]
+    if bytes_each == 2:
+        strips = [best, *strips, *([] if two else [best._replace(K=32)])] if fits else strips
+        strips.append(strips[-1]._replace(K=16))
 
     def finishing(BT: int, strip: Strip) -> int:
         tiles = 4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2
@@ -176,7 +177,11 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
     longest = (16 if short or (bytes_each == 4 and problem.K > 64) else
                HALVED if two and kind != "one" else BLOCK)
-    candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
+    # With two warps, strips of 64 columns of a state of 128 rows spill 1.2 to 2.4 KB per thread, strips of 32
+    # at most 0.3 KB (compiled for sm_100 with 3.7.1).
+    most = 64 if problem.max_warps >= 4 else 32
+    candidates = (config._replace(BV=min(config.BV, most))
+                  for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
                   if config.BT <= longest and (config.num_stages == 1 or (config.BT > HALVED and not two)))
 
     def shared(config: Config) -> int:
@@ -190,7 +195,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
 
     def prepared(rest: str) -> Launch:
         kinds = [preparing("dplr_prepare" + rest, width, of_tile("narrow_scores", BT, width))
-                 for width in (wide, max(16, wide // 2))]
+                 for width in dict.fromkeys((wide, max(16, wide // 2), 16))]
         every = [way for launch in kinds for way in (launch, *scans.ways(launch, problem))]
         return scans.least_spilled(every, target)
     if short:
