@@ -85,7 +85,8 @@ def run(x: Inputs, monkeypatch: pytest.MonkeyPatch, drop: str = "",
         found.update(part)
     with poisoned(), monkeypatch.context() as patch:
         patch.setattr(forward, "by_transfers", transfers)
-        results = forward.launch_forward(plan_of(x, drop), x, Scalars(SCALE, True, v_first, torch.float32, "chunk"))
+        results = forward.launch_forward(
+            plan_of(x, drop), x, Scalars(SCALE, True, v_first, torch.float32, "chunk"))
     return list(results), found
 
 
@@ -217,7 +218,8 @@ def test_the_reverse_scan_reads_nothing_after_its_window() -> None:
         for head, chunks in enumerate(heads):
             spoiled[:, 128 * i + CHUNK * chunks:128 * (i + 1), head] = torch.nan
     alone = []
-    for windows_back, given in ((found, spoiled), (torch.zeros_like(found), do), (torch.full_like(found, -1), do)):
+    for windows_back, given in (
+            (found, spoiled), (torch.zeros_like(found), do), (torch.full_like(found, -1), do)):
         alone.append(torch.full((4, HV, K, V), torch.nan))
         Batch(plan, x).scan(dplr_reverse, constants,
                             {**part, **none, "do": given, "windows_back": windows_back, "dh0": alone[-1]})
@@ -230,7 +232,8 @@ def test_the_reverse_scan_reads_nothing_after_its_window() -> None:
     ("forgetting", True, True), ("grouped", False, False), ("a channel keeps everything", False, True),
     ("a channel keeps everything", True, False)])
 @pytest.mark.alternate
-def test_layouts_and_gradients(kind: str, packed: bool, v_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_and_gradients(kind: str, packed: bool, v_first: bool,
+                               monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(kind, packed)
     if v_first:
         x = x._replace(h0=x.h0.mT.contiguous())  # type: ignore[union-attr]
@@ -241,7 +244,8 @@ def test_layouts_and_gradients(kind: str, packed: bool, v_first: bool, monkeypat
     for name, one, other in (*zip(("o", "ht"), ours, exact, strict=True),
                              *((name, back[name], right[name]) for name in ("dy", "dh0"))):
         assert_same(name, one, other)
-    forgets, not_split = [True, kind != "a channel keeps everything"], [0, int(kind == "a channel keeps everything")]
+    keeps = kind == "a channel keeps everything"
+    forgets, not_split = [True, not keeps], [0, int(keeps)]
     # segments that another one follows, and segments after another one
     ends, starts = ([0, 1, 3], [1, 2, 4]) if packed else ([0, 1, 2], [1, 2, 3])
     assert (back["windows"][ends] > 0).tolist() == [forgets] * 3
@@ -279,7 +283,8 @@ def test_a_window_in_one_direction_only(segments: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("op", "segments", "keeping"), [
     ("chunk_kda", 3, -2.0), ("chunk_kda", 3, 2.0), ("chunk_gdn2", 6, -2.0)])
 @pytest.mark.alternate
-def test_whole_calls_as_on_a_gpu(op: str, segments: int, keeping: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_calls_as_on_a_gpu(op: str, segments: int, keeping: float,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are those of the oracle, with the Gluon kernels of a plan with windows."""
     monkeypatch.setattr(scans, "forced_parts", segments)
     found: list[dict[str, Any]] = []

@@ -83,7 +83,7 @@ def test_compiled_code_computes_the_gate_before() -> None:
     ({}, True), ({"K": 64}, True), ({"T": 8192}, False), ({"T": 250}, False), ({"K": 96}, False),
     ({"cu_seqlens": torch.tensor([0, 128, 256])}, False)], ids=str)
 def test_backward_has_short_chunks_if_its_scans_overlap(given: dict[str, Any], short: bool) -> None:
-    """Backward scans chunks of 16 tokens if both scans are in Gluon, and sequences are whole or have windows."""
+    """Backward scans chunks of 16 tokens if both scans are in Gluon, with whole sequences or windows."""
     found = kernels(gradients=True, **given)
     back = found[found.index("norm_forward"):]
     assert short == ("pointwise_gate" not in back), "kernels of short chunks compute the gate again"

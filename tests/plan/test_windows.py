@@ -27,11 +27,13 @@ def kernels(T: int, H: int, options: tuple[str, ...] = COMPUTED, backward: bool 
 
 @pytest.mark.parametrize(("T", "H", "options", "backward"), [
     (32768, 8, COMPUTED, False), (32768, 8, COMPUTED, True), (32768, 8, ERASING, True),
-    (32768, 8, IN_KERNEL, False), (32768, 8, IN_KERNEL, True), (8192, 32, COMPUTED, True), (8192, 32, ERASING, True)])
+    (32768, 8, IN_KERNEL, False), (32768, 8, IN_KERNEL, True), (8192, 32, COMPUTED, True),
+    (8192, 32, ERASING, True)])
 def test_they_need_short_chunks_and_overlapping_scans(T: int, H: int, options: tuple[str, ...],
                                                       backward: bool) -> None:
     planned = kernels(T, H, options, backward)
-    assert {"dplr_prepare_raw", "dplr_windows", "dplr_alone", "carry_transferred", "dplr_overlapped"} <= planned
+    assert {"dplr_prepare_raw", "dplr_windows", "dplr_alone", "carry_transferred",
+            "dplr_overlapped"} <= planned
     assert ("dplr_overlapped_back" in planned) == ("dplr_reverse" in planned) == backward
 
 
@@ -40,11 +42,25 @@ def test_they_need_short_chunks_and_overlapping_scans(T: int, H: int, options: t
     dict(T=8192, H=32, backward=False), dict(T=8192, H=32, options=IN_KERNEL),
     dict(T=8192, H=2),  # few programs
     dict(T=4096, H=128),  # sequences are not split
+    dict(T=2560, H=24),  # four segments of 640 tokens
     dict(T=32768, H=8, machine="H200,triton=3.7.1"), dict(T=32768, H=8, machine="A100,triton=3.6.0"),
-    dict(T=32768, H=8, dtype="float32"), dict(T=32768, H=8, invariant=True), dict(T=32768, H=8, portable=True)],
+    dict(T=32768, H=8, dtype="float32"), dict(T=32768, H=8, invariant=True),
+    dict(T=32768, H=8, portable=True)],
     ids=str)
 def test_where_they_are_not(given: dict[str, Any]) -> None:
     assert "dplr_windows" not in kernels(**given)
+
+
+def test_two_warps_compute_half_as_many_columns_and_channels() -> None:
+    found = flashlin.Problem("chunk_kda", "dplr", "chunk", 1, 32768, 8, 128, 128, 1, dtype="bfloat16",
+                             needs_grad=True, options=COMPUTED)
+    tiles = {}
+    for machine in ("B200,triton=3.6.0", "H100,triton=3.5.1"):
+        plan = dispatch.plan(found, parse(machine), Policy(canary="off", portable=True))
+        tiles[machine] = {one.kernel: dict(one.tile) for one in plan.launches}
+    two, four = tiles.values()
+    assert two["dplr_scan"]["BV"] == two["dplr_reverse"]["BV"] == 32 and two["carry_transferred"]["BC"] == 32
+    assert four["dplr_scan"]["BV"] == 64 and four["carry_transferred"]["BC"] == 64
 
 
 def test_they_are_planned_only_where_their_kernel_has_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,9 @@ TIMED = (3, 5)
 # The release for which the kernel of chunks of 16 tokens is right if it has to test its chunks. Under 3.7.1,
 # some variants of it computed scores P with errors of 12 % on an H200. Their other operands were right.
 TESTS = (3, 6)
-# Windows (windows.py) have fewer than NEAR chunks. If sequences have FEW segments or fewer, transfers take
-# longer than a scan of whole sequences. Then windows are faster only with a backward, for LONG segments.
+# Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
+# scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
+# for segments of LONG tokens or more.
 NEAR, FEW, LONG = 64, 5, 1024
 RAW = {"A_log", "dt_bias"}  # options of calls for which raw.py computes norms and gate
 
@@ -60,8 +61,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return whole
     short = planned(problem, target, narrow, "bounded" if asked else "short")
     short = _beside(problem, short, whole) if problem.needs_grad else short
-    # For gates that are computed before, short chunks are slower if sequences are split into short segments
-    # (1x8192x2x128: 170 us instead of 120), and not timed if the scan is in plain Triton.
+    # For gates that are computed before, short chunks of split sequences are slower without windows
+    # (1x8192x2x128: 170 us instead of 120). They are not timed if the scan is in plain Triton.
     kernels = {one.kernel for one in short}
     suits = asked or (here and "dplr_overlapped" in kernels
                       and ("dplr_windows" in kernels or not any(one.part for one in short)))
@@ -178,7 +179,8 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     longest = (16 if short or (bytes_each == 4 and problem.K > 64) else
                HALVED if two and kind != "one" else BLOCK)
     # With two warps, strips of 64 columns of a state of 128 rows spill 1.2 to 2.4 KB per thread, strips of 32
-    # at most 0.3 KB (compiled for sm_100 with 3.7.1).
+    # at most 0.3 KB (compiled for sm_100 with 3.7.1). Sequences are then split less often, because a scan has
+    # twice as many programs. Neither was timed.
     most = 64 if problem.max_warps >= 4 else 32
     candidates = (config._replace(BV=min(config.BV, most))
                   for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
@@ -214,9 +216,6 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
                      grads(BT, strip_beside(BT), "dplr_grads_rest")]
     else:
         preparation, gradients = [prepared("")], [grads(BT, strip_beside(BT))]
-    # Why walk() has ``tall``: it marks scans for which the known issue tall-state-32 may crash the compiler.
-    # These scans multiply operands as they were loaded, so 4 warps crash only in a pipelined loop (several
-    # stages) of Triton 3.0 or 3.1. This was compiled for sm_90 with 3.0.0, 3.1.0 and 3.2.0.
     def split(worth: int) -> int:
         return scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
     part = split(scans.WORTH) if short else 0
@@ -224,6 +223,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     few = problem.T <= FEW * part
     windowed = Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1, (("BT", BT), ("NEAR", NEAR)),
                       1024, problem.K * problem.V, frozenset(), part)
+    # With few programs, heads without windows were slower: 0.39 ms instead of 0.26 at 6x1600x1x128.
     windows = 0 < part and segments >= target.sms // 4 and _ran([windowed], problem, target) and (
         not few or (kind == "short" and problem.needs_grad and part >= LONG))
     if not windows:
@@ -239,6 +239,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     kernels = [*([] if short else [scans.channel_sums_launch(problem, BT)]), *preparation]
     kernels += [windowed] if windows else []
 
+    # ``tall`` marks scans for which the known issue tall-state-32 may crash the compiler. These scans
+    # multiply operands as they were loaded, so 4 warps crash only in a pipelined loop (several stages) of
+    # Triton 3.0 or 3.1. This was compiled for sm_90 with 3.0.0, 3.1.0 and 3.2.0.
     def walk(kernel: str, config: Config, shared: int, tall: bool = False) -> Launch:
         return scans.state_launch(kernel, config, problem, shared, dots, tall, part)
     if part and short:

@@ -77,7 +77,7 @@ def store_facts(
     length,
     BT: tl.constexpr, READS: tl.constexpr,
 ):
-    """Store what bounds the effect of a chunk on states, see the module.
+    """Store what bounds the effect of a chunk on states, see the module. Here a has the opposite sign.
 
     The numbers are the log2 of n_1 ... n_L; the bound of what the chunk adds to the state after it, and
     |k| |w| of its last token; with READS, the bound of what it adds to the gradient of the state before it,
