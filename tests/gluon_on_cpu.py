@@ -67,6 +67,10 @@ class Value(Tensor):
     """A tensor in registers. As in Gluon, ``x += y`` makes a new value, and other names keep the old one."""
     __iadd__, __isub__, __imul__ = Tensor.__add__, Tensor.__sub__, Tensor.__mul__
     __itruediv__ = Tensor.__truediv__
+    type = SimpleNamespace(layout=None)
+
+    def to(self, *given: Any, bitcast: bool = False) -> Tensor:
+        return _value(self.contiguous().view(*given) if bitcast else super().to(*given))
 
 
 def _value(x: Any) -> Tensor:
@@ -182,6 +186,9 @@ class Shared:
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.x.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any = None) -> Shared:
+        return Shared(self.x.view(*shape) if dtype == self.dtype else self.x.view(dtype).view(*shape))
 
     def load(self, layout: Any = None) -> Tensor:
         return _value(self.x.clone())
@@ -366,7 +373,7 @@ def _end() -> None:
 
 
 GL = SimpleNamespace(
-    float32=torch.float32, int64=torch.int64, bfloat16=torch.bfloat16, float16=torch.float16,
+    float32=torch.float32, int64=torch.int64, int32=torch.int32, bfloat16=torch.bfloat16, float16=torch.float16,
     program_id=lambda axis: _value(_own.program.number), static_range=range, load=_load, store=_store,
     arange=lambda begin, end, layout=None: _value(torch.arange(begin, end)),
     zeros=lambda shape, dtype, layout=None: _value(torch.zeros(shape, dtype=dtype)),
@@ -375,7 +382,8 @@ GL = SimpleNamespace(
     where=lambda condition, x, y: torch.where(_value(condition), x, y), sum=lambda x, axis: x.sum(axis),
     maximum=lambda x, y: torch.maximum(_value(x), _value(y)),
     minimum=lambda x, y: torch.minimum(_value(x), _value(y)),
-    associative_scan=_scan, allocate_shared_memory=_allocate, warp_specialize=_specialize,
+    max=lambda x, axis: _value(x.amax(axis)), join=lambda x, y: _value(torch.stack([x, y], -1)),
+    split=lambda x: (_value(x[..., 0].clone()), _value(x[..., 1].clone())), associative_scan=_scan, allocate_shared_memory=_allocate, warp_specialize=_specialize,
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
     **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
                      "SwizzledSharedLayout"), lambda *_: None))

@@ -205,6 +205,8 @@ def kernel_of(name: str) -> str:
         return "simple_gla_overlapped_shared"
     back = "_back" if "gradients" in name else ""
     family = "dplr" if name.startswith(BY_CHANNEL) else "delta" if "delta" in name else "simple_gla"
+    if family == "delta" and not back:
+        return "delta_whole"
     return family + "_overlapped" + back
 
 

@@ -61,8 +61,42 @@ def load_whole(ring, q, k, v, beta, betas, G, line, row0, i_h, HV, qk_column, v_
 @gluon.jit
 def halves_of(x, dtype: gl.constexpr):
     """Return two 16-bit numbers whose sum is x in float32."""
-    high = x.to(dtype)
-    return high, (x - high.to(gl.float32)).to(dtype)
+    high = ((x.to(gl.int32, bitcast=True) + 32768) & -65536).to(gl.float32, bitcast=True)
+    return high.to(dtype), (x - high).to(dtype)
+
+
+@gluon.jit
+def own_columns(x, width: gl.constexpr):
+    """Return the columns of the block on the diagonal for each row, [BT, width]."""
+    BT: gl.constexpr = x.shape[0]
+    rows = gl.arange(0, BT, gl.SliceLayout(1, x.type.layout))[:, None]
+    columns = gl.arange(0, BT, gl.SliceLayout(0, x.type.layout))[None, :]
+    return gl.sum(gl.where(rows // width == columns // width, x, 0.0).reshape([BT, BT // width, width]), 1)
+
+
+@gluon.jit
+def beside_columns(x):
+    """Return 16 columns for each row of x: those of the block before the one on the diagonal, in its pair."""
+    BT: gl.constexpr = x.shape[0]
+    rows = gl.arange(0, BT, gl.SliceLayout(1, x.type.layout))[:, None]
+    columns = gl.arange(0, BT, gl.SliceLayout(0, x.type.layout))[None, :]
+    beside = (rows // 16 == columns // 16 + 1) & (rows % 32 >= 16)
+    return gl.sum(gl.where(beside, x, 0.0).reshape([BT, BT // 16, 16]), 1)
+
+
+@gluon.jit
+def left_columns(x):
+    """Return the left half of x."""
+    BT: gl.constexpr = x.shape[0]
+    left, right = gl.split(x.reshape([BT, 2, BT // 2]).permute((0, 2, 1)))
+    return left
+
+
+@gluon.jit
+def store_halves(high_of, low_of, x):
+    high, low = halves_of(x, high_of.dtype)
+    high_of.store(high)
+    low_of.store(low)
 
 
 @gluon.jit
@@ -96,7 +130,7 @@ def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, scale, BT: gl
     """
     ring_q, ring_k, ring_v, lines, full, empty = ring
     s_A, s_s, ready, free = pairs
-    s_M, s_D, s_C, s_C_low, s_X, s_X_low = scratch
+    s_M, s_D, s_C, s_C_low, s_E, s_E_low, s_F, s_F_low, s_P, s_P_low, s_A_low = scratch
     dtype: gl.constexpr = ring_k.dtype
     N: gl.constexpr = BT // 16
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
@@ -108,8 +142,11 @@ def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, scale, BT: gl
     rows = gl.arange(0, BT, a_row)[:, None]
     columns = gl.arange(0, BT, a_column)[None, :]
     none = gl.zeros([BT, BT], gl.float32, of_chunk)
+    of_pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    left_of_pairs: gl.constexpr = gl.DotOperandLayout(0, of_pairs, 2)
+    narrow = gl.zeros([BT, 32], gl.float32, of_pairs)
     own_block = rows // 16 == columns // 16
-    in_pair = rows // 32 == columns // 32
+    beside = (rows // 16 == columns // 16 + 1) & (rows % 32 >= 16)
     j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, column_wise)))[None, :, None]
     c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, column_wise)))[None, None, :]
     for i in range(chunks):
@@ -122,49 +159,51 @@ def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, scale, BT: gl
         M = warpgroup_mma_wait(1, [M])
         M = M * lines.index(line).load(a_row)[:, None]
         if DECAY == 0:
-            M = gl.where(rows > columns, M, 0.0)
+            since = gl.where(rows >= columns, 1.0, 0.0)
         else:
             apart = lines.index(line + 1).load(a_row)[:, None] - lines.index(line + 1).load(a_column)[None, :]
-            M = M * gl.exp2(gl.where(rows > columns, apart, float("-inf")))
-        put_halves(s_C, s_C_low, gl.where(own_block, 0.0, M))
-        blocks = gl.sum(gl.where(own_block, M, 0.0).reshape([BT, N, 16]), 1)
-        s_M.store(blocks.reshape([N, 16, 16]).permute((0, 2, 1)))
+            since = gl.exp2(gl.where(rows >= columns, apart, float("-inf")))
+        M = gl.where(rows == columns, 0.0, M * since)
+        s_M.store(own_columns(M, 16).reshape([N, 16, 16]))
+        store_halves(s_C, s_C_low, beside_columns(M).reshape([N, 16, 16]).permute(
+            (1, 0, 2)).reshape([16, BT]))
+        store_halves(s_F, s_F_low, left_columns(M))
         scores = warpgroup_mma_wait(0, [scores])
-        if DECAY == 0:
-            scores = gl.where(rows >= columns, scores * scale, 0.0)
-        else:
-            scores = scores * (gl.exp2(gl.where(rows >= columns, apart, float("-inf"))) * scale)
-        mbarrier.wait(free.index(0), (i & 1) ^ 1)
-        s_s.store(scores.to(dtype))
+        s_s.index(i & 1).store((scores * (since * scale)).to(dtype))
+        fence_async_shared()
         barrier()
         mbarrier.arrive(empty.index(slot), count=1)  # q and k are not needed any more
         X = gl.where(j == c, 1.0, 0.0) + gl.zeros([N, 16, 16], gl.float32, column_wise)
-        for n in gl.static_range(1, 16):
+        for n in gl.static_range(15):
             m = s_M.slice(n, 1, 2).load(column_wise)
-            X -= gl.where(j == n, gl.sum(m * X, 1)[:, None, :], 0.0)
+            bits = gl.where(j == n, X.to(gl.int32, bitcast=True), -2147483648)
+            X -= m * gl.max(bits, 1).to(gl.float32, bitcast=True)[:, None, :]
+        barrier()  # all warps must have read s_M
         s_D.store(X.reshape([BT, 16]))
-        barrier()
-        X = s_D.load(of_blocks).reshape([BT, 1, 16])
-        X = gl.convert_layout(X.broadcast_to([BT, N, 16]).reshape([BT, BT]), of_chunk)
-        X = gl.where(own_block, X, 0.0)
+        put_halves(s_E, s_E_low, X.permute((1, 0, 2)).reshape([16, BT]))
+        D = s_D.load(of_blocks)
+        X = gl.convert_layout(D.reshape([BT, 1, 16]).broadcast_to([BT, N, 16]).reshape([BT, BT]), of_chunk)
+        T = own_columns(times(D, s_C, s_C_low, none, left), 16)
+        X = gl.where(own_block, X, 0.0) - gl.where(beside, times(T, s_E, s_E_low, none, left), 0.0)
         if A is not None:
-            tma.store_wait(0)  # the last chunk's A and A_low have left s_A and s_X_low
-        put_halves(s_X, s_X_low, X)
-        X -= times(gl.where(in_pair, times(X, s_C, s_C_low, none, left), 0.0), s_X, s_X_low, none, left)
-        barrier()
-        put_halves(s_X, s_X_low, X)
-        X -= times(gl.where(in_pair, 0.0, times(X, s_C, s_C_low, none, left)), s_X, s_X_low, none, left)
+            tma.store_wait(0)  # the last chunk's A and A_low have left s_A and s_A_low
+        P = own_columns(X, 32)
+        put_halves(s_P, s_P_low, P)
+        T = times(P, s_F.slice(32, 32, 0), s_F_low.slice(32, 32, 0), narrow, left_of_pairs)
+        T = times(T, s_P.slice(0, 32, 0), s_P_low.slice(0, 32, 0), narrow, left_of_pairs)
+        T = gl.join(T, gl.zeros_like(T)).permute((0, 2, 1)).reshape([BT, BT])
+        X -= gl.where(rows >= 32, gl.convert_layout(T, of_chunk), 0.0)
         high, low = halves_of(X, dtype)
+        mbarrier.wait(free.index(0), (i & 1) ^ 1)
         s_A.store(high)
         if A is not None:
-            barrier()  # all warps must have read s_X_low
-            s_X_low.store(low)
+            s_A_low.store(low)
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready.index(0), count=1)
         if A is not None:
             async_store(A, [row0 + i * BT, A_column], s_A)
-            async_store(A_low, [row0 + i * BT, A_column], s_X_low)
+            async_store(A_low, [row0 + i * BT, A_column], s_A_low)
     if A is not None:
         tma.store_wait(0)
 
@@ -206,13 +245,13 @@ def scan_whole(ring, pairs, o, h0, ht, o_of, entering, leaving, row0, v0, v_colu
         y = y * lines.index(line).load(a_column)[None, :]
         y = gl.convert_layout(y.to(dtype), left)
         out = warpgroup_mma(entered, b_q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(ready.index(0), i & 1)
-        u = warpgroup_mma(y, s_A.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        out = warpgroup_mma_wait(1, [out])
+        out = warpgroup_mma_wait(0, [out])
         if DECAY == 0:
             out = out * scale
         else:
             out = out * (lines.index(line + 2).load(a_column) * scale)[None, :]
+        mbarrier.wait(ready.index(0), i & 1)
+        u = warpgroup_mma(y, s_A.permute((1, 0)), nothing, use_acc=False, is_async=True)
         if DECAY == 2:
             h = h * lines.index(line + 4).load(gl.SliceLayout(1, of_state))[:, None]
         u = warpgroup_mma_wait(0, [u])
@@ -221,10 +260,9 @@ def scan_whole(ring, pairs, o, h0, ht, o_of, entering, leaving, row0, v0, v_colu
             w = u * lines.index(line + 3).load(a_column)[None, :]
         h = warpgroup_mma(gl.convert_layout(w.to(dtype), left_of_state), b_k, h, is_async=True)
         u = gl.convert_layout(u.to(dtype), left)
-        out = warpgroup_mma(u, s_s.permute((1, 0)), out, is_async=True)
-        h = warpgroup_mma_wait(1, [h])
+        out = warpgroup_mma(u, s_s.index(i & 1).permute((1, 0)), out, is_async=True)
+        h, out = warpgroup_mma_wait(0, [h, out])
         entered = gl.convert_layout(h.to(dtype), left)
-        out = warpgroup_mma_wait(0, [out])
         tma.store_wait(0)
         s_o.permute((1, 0)).store(out.to(s_o.dtype))
         fence_async_shared()
@@ -285,16 +323,25 @@ def delta_whole(
     full, empty = barriers(STAGES, 2, 3)
     ring = (ring_q, ring_k, ring_v, lines, full, empty)
     s_A = gl.allocate_shared_memory(dtype, [BT, BT], square)
-    s_s = gl.allocate_shared_memory(dtype, [BT, BT], square)
+    s_s = gl.allocate_shared_memory(dtype, [2, BT, BT], square)
     ready, free = barriers(1, 1, 2)
     pairs = (s_A, s_s, ready, free)
     s_M = gl.allocate_shared_memory(gl.float32, [BT // 16, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
-    s_D = gl.allocate_shared_memory(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    s_C = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], square)
-    s_C_low = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], square)
-    s_X = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], square)
-    s_X_low = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], square)
-    scratch = (s_M, s_D, s_C, s_C_low, s_X, s_X_low)
+    s_D = s_M._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, BT], dtype)
+    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, 32], dtype)
+    s_C = gl.allocate_shared_memory(dtype, [16, BT], wide)
+    s_C_low = gl.allocate_shared_memory(dtype, [16, BT], wide)
+    s_E = gl.allocate_shared_memory(dtype, [16, BT], wide)
+    s_E_low = gl.allocate_shared_memory(dtype, [16, BT], wide)
+    s_F = gl.allocate_shared_memory(dtype, [BT, 32], half)
+    s_F_low = gl.allocate_shared_memory(dtype, [BT, 32], half)
+    s_P = gl.allocate_shared_memory(dtype, [BT, 32], half)
+    s_P_low = gl.allocate_shared_memory(dtype, [BT, 32], half)
+    s_A_low = s_A
+    if A is not None:
+        s_A_low = gl.allocate_shared_memory(dtype, [BT, BT], square)
+    scratch = (s_M, s_D, s_C, s_C_low, s_E, s_E_low, s_F, s_F_low, s_P, s_P_low, s_A_low)
     written = gl.allocate_shared_memory(o.dtype, [2, BT, BV], o.layout)
     column = i_h * V + v0
     gl.warp_specialize(
