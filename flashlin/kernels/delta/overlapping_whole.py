@@ -2,11 +2,16 @@
 
 It computes the same as ``delta_inverse`` and ``delta_overlapped`` (``overlapping.py``), but the inverses of
 chunks stay in shared memory. While groups of four warps run the scan of a chunk, another group computes the
-inverse A and the scores s of the next one. The loading warp loads beta and G, and no A.
+inverse A of the next one. The first scanning group also computes the scores s. The loading warp loads beta and
+G, and no A.
 
 The inverse of I + M begins with the 16x16 blocks on the diagonal, as in ``kernels/triangular_inverse.py``. Four
 products then add the blocks below them, for tiles of 32 and for the whole chunk. Each operand of these products
-is the sum of two bf16 numbers, which keeps 16 bits.
+is the sum of two bf16 numbers, which keeps 16 bits. The products of blocks of 16 share one product of 16 x 64:
+rows of block w of the result use its columns of block w only.
+
+ptxas serializes all products of the function if one group has too few registers. The order of products in the
+scan, and the numbers of registers, avoid this (warning C7512 of ptxas).
 """
 
 from triton.experimental import gluon
@@ -61,27 +66,49 @@ def load_whole(ring, q, k, v, beta, betas, G, line, row0, i_h, HV, qk_column, v_
 @gluon.jit
 def halves_of(x, dtype: gl.constexpr):
     """Return two 16-bit numbers whose sum is x in float32."""
-    high = ((x.to(gl.int32, bitcast=True) + 32768) & -65536).to(gl.float32, bitcast=True)
+    high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
     return high.to(dtype), (x - high).to(dtype)
 
 
 @gluon.jit
-def own_columns(x, width: gl.constexpr):
-    """Return the columns of the block on the diagonal for each row, [BT, width]."""
+def in_blocks(x):
+    """Return the four blocks of 16 columns of x."""
     BT: gl.constexpr = x.shape[0]
-    rows = gl.arange(0, BT, gl.SliceLayout(1, x.type.layout))[:, None]
-    columns = gl.arange(0, BT, gl.SliceLayout(0, x.type.layout))[None, :]
-    return gl.sum(gl.where(rows // width == columns // width, x, 0.0).reshape([BT, BT // width, width]), 1)
+    even, odd = gl.split(x.reshape([BT, 2, 2, 16]).permute((0, 1, 3, 2)))
+    first, third = gl.split(even.permute((0, 2, 1)))
+    second, fourth = gl.split(odd.permute((0, 2, 1)))
+    return first, second, third, fourth
+
+
+@gluon.jit
+def block_of(rows_like):
+    """Return the number of the block of 16 rows for each row, as a column for a tensor like ``rows_like``."""
+    BT: gl.constexpr = rows_like.shape[0]
+    return (gl.arange(0, BT, gl.SliceLayout(1, rows_like.type.layout)) // 16)[:, None]
+
+
+@gluon.jit
+def own_columns(x):
+    """Return the 16 columns of the block on the diagonal for each row of x."""
+    first, second, third, fourth = in_blocks(x)
+    w = block_of(first)
+    return gl.where(w == 0, first, gl.where(w == 1, second, gl.where(w == 2, third, fourth)))
 
 
 @gluon.jit
 def beside_columns(x):
     """Return 16 columns for each row of x: those of the block before the one on the diagonal, in its pair."""
-    BT: gl.constexpr = x.shape[0]
-    rows = gl.arange(0, BT, gl.SliceLayout(1, x.type.layout))[:, None]
-    columns = gl.arange(0, BT, gl.SliceLayout(0, x.type.layout))[None, :]
-    beside = (rows // 16 == columns // 16 + 1) & (rows % 32 >= 16)
-    return gl.sum(gl.where(beside, x, 0.0).reshape([BT, BT // 16, 16]), 1)
+    first, second, third, fourth = in_blocks(x)
+    w = block_of(first)
+    return gl.where(w == 1, first, gl.where(w == 3, third, 0.0))
+
+
+@gluon.jit
+def beside(left, right):
+    """Return left and right side by side."""
+    BT: gl.constexpr = left.shape[0]
+    wide: gl.constexpr = left.shape[1]
+    return gl.join(left, right).permute((0, 2, 1)).reshape([BT, 2 * wide])
 
 
 @gluon.jit
@@ -94,25 +121,16 @@ def left_columns(x):
 
 @gluon.jit
 def store_halves(high_of, low_of, x):
+    """Store x as the sum of two 16-bit tiles in shared memory, and return these numbers."""
     high, low = halves_of(x, high_of.dtype)
     high_of.store(high)
     low_of.store(low)
+    return high, low
 
 
 @gluon.jit
-def put_halves(high_of, low_of, x):
-    """Store x as the sum of two 16-bit tiles in shared memory, for products to read."""
-    high, low = halves_of(x, high_of.dtype)
-    high_of.store(high)
-    low_of.store(low)
-    fence_async_shared()
-    barrier()
-
-
-@gluon.jit
-def times(x, high_of, low_of, none, left: gl.constexpr):
-    """Return the product of x in registers and a tile in shared memory, both sums of two 16-bit numbers."""
-    high, low = halves_of(x, high_of.dtype)
+def times(high, low, high_of, low_of, none, left: gl.constexpr):
+    """Return the product of high + low in registers and a tile in shared memory, the sum of two others."""
     high = gl.convert_layout(high, left)
     y = warpgroup_mma(gl.convert_layout(low, left), high_of, none, use_acc=False, is_async=True)
     y = warpgroup_mma(high, low_of, y, is_async=True)
@@ -121,15 +139,28 @@ def times(x, high_of, low_of, none, left: gl.constexpr):
 
 
 @gluon.jit
-def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, scale, BT: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
-           STAGES: gl.constexpr):
-    """Compute the inverse A and the scores s of all chunks; this is the program of a group of four warps.
+def since_of(lines, line, of_chunk: gl.constexpr, BT: gl.constexpr, DECAY: gl.constexpr):
+    """Return the decays between the tokens of a chunk [BT, BT], and zeros above the diagonal."""
+    a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
+    a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
+    lower = gl.arange(0, BT, a_row)[:, None] >= gl.arange(0, BT, a_column)[None, :]
+    if DECAY == 0:
+        return gl.where(lower, 1.0, 0.0)
+    else:
+        apart = lines.index(line + 1).load(a_row)[:, None] - lines.index(line + 1).load(a_column)[None, :]
+        return gl.exp2(gl.where(lower, apart, float("-inf")))
+
+
+@gluon.jit
+def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, BT: gl.constexpr, LINES: gl.constexpr,
+           DECAY: gl.constexpr, STAGES: gl.constexpr):
+    """Compute the inverse A of all chunks; this is the program of a group of four warps.
 
     pairs: A and s of a chunk in shared memory, and their barriers. A, A_low: if given, receive the inverse and
     its rounding error.
     """
     ring_q, ring_k, ring_v, lines, full, empty = ring
-    s_A, s_s, ready, free = pairs
+    s_A, s_s, ready, free, scored = pairs
     s_M, s_D, s_C, s_C_low, s_E, s_E_low, s_F, s_F_low, s_P, s_P_low, s_A_low = scratch
     dtype: gl.constexpr = ring_k.dtype
     N: gl.constexpr = BT // 16
@@ -138,41 +169,28 @@ def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, scale, BT: gl
     column_wise: gl.constexpr = gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [1, 2, 0])
     left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
     a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
-    a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
-    rows = gl.arange(0, BT, a_row)[:, None]
-    columns = gl.arange(0, BT, a_column)[None, :]
     none = gl.zeros([BT, BT], gl.float32, of_chunk)
     of_pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     left_of_pairs: gl.constexpr = gl.DotOperandLayout(0, of_pairs, 2)
     narrow = gl.zeros([BT, 32], gl.float32, of_pairs)
-    own_block = rows // 16 == columns // 16
-    beside = (rows // 16 == columns // 16 + 1) & (rows % 32 >= 16)
     j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, column_wise)))[None, :, None]
     c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, column_wise)))[None, None, :]
     for i in range(chunks):
         slot = i % STAGES
         line = slot * LINES
-        b_q, b_k = ring_q.index(slot), ring_k.index(slot)
+        b_k = ring_k.index(slot)
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         M = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
-        scores = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
-        M = warpgroup_mma_wait(1, [M])
-        M = M * lines.index(line).load(a_row)[:, None]
-        if DECAY == 0:
-            since = gl.where(rows >= columns, 1.0, 0.0)
-        else:
-            apart = lines.index(line + 1).load(a_row)[:, None] - lines.index(line + 1).load(a_column)[None, :]
-            since = gl.exp2(gl.where(rows >= columns, apart, float("-inf")))
-        M = gl.where(rows == columns, 0.0, M * since)
-        s_M.store(own_columns(M, 16).reshape([N, 16, 16]))
-        store_halves(s_C, s_C_low, beside_columns(M).reshape([N, 16, 16]).permute(
-            (1, 0, 2)).reshape([16, BT]))
+        since = since_of(lines, line, of_chunk, BT, DECAY) * lines.index(line).load(a_row)[:, None]
+        M = warpgroup_mma_wait(0, [M]) * since
+        own = own_columns(M)
+        row = gl.arange(0, BT, gl.SliceLayout(1, own.type.layout)) % 16
+        column = gl.arange(0, 16, gl.SliceLayout(0, own.type.layout))
+        s_M.store(gl.where(row[:, None] > column[None, :], own, 0.0).reshape([N, 16, 16]))
+        store_halves(s_C, s_C_low, beside_columns(M).reshape([N, 16, 16]).permute((1, 0, 2)).reshape([16, BT]))
         store_halves(s_F, s_F_low, left_columns(M))
-        scores = warpgroup_mma_wait(0, [scores])
-        s_s.index(i & 1).store((scores * (since * scale)).to(dtype))
-        fence_async_shared()
         barrier()
-        mbarrier.arrive(empty.index(slot), count=1)  # q and k are not needed any more
+        mbarrier.arrive(empty.index(slot), count=1)  # k is not needed any more
         X = gl.where(j == c, 1.0, 0.0) + gl.zeros([N, 16, 16], gl.float32, column_wise)
         for n in gl.static_range(15):
             m = s_M.slice(n, 1, 2).load(column_wise)
@@ -180,24 +198,31 @@ def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, scale, BT: gl
             X -= m * gl.max(bits, 1).to(gl.float32, bitcast=True)[:, None, :]
         barrier()  # all warps must have read s_M
         s_D.store(X.reshape([BT, 16]))
-        put_halves(s_E, s_E_low, X.permute((1, 0, 2)).reshape([16, BT]))
+        store_halves(s_E, s_E_low, X.permute((1, 0, 2)).reshape([16, BT]))
+        fence_async_shared()
+        barrier()
         D = s_D.load(of_blocks)
-        X = gl.convert_layout(D.reshape([BT, 1, 16]).broadcast_to([BT, N, 16]).reshape([BT, BT]), of_chunk)
-        T = own_columns(times(D, s_C, s_C_low, none, left), 16)
-        X = gl.where(own_block, X, 0.0) - gl.where(beside, times(T, s_E, s_E_low, none, left), 0.0)
+        high, low = halves_of(D, dtype)
+        T = own_columns(times(high, low, s_C, s_C_low, none, left))
+        high, low = halves_of(T, dtype)
+        T = gl.convert_layout(beside_columns(times(high, low, s_E, s_E_low, none, left)), of_blocks)
+        odd = block_of(D) % 2 == 1
         if A is not None:
             tma.store_wait(0)  # the last chunk's A and A_low have left s_A and s_A_low
-        P = own_columns(X, 32)
-        put_halves(s_P, s_P_low, P)
-        T = times(P, s_F.slice(32, 32, 0), s_F_low.slice(32, 32, 0), narrow, left_of_pairs)
-        T = times(T, s_P.slice(0, 32, 0), s_P_low.slice(0, 32, 0), narrow, left_of_pairs)
-        T = gl.join(T, gl.zeros_like(T)).permute((0, 2, 1)).reshape([BT, BT])
-        X -= gl.where(rows >= 32, gl.convert_layout(T, of_chunk), 0.0)
-        high, low = halves_of(X, dtype)
+        P = gl.convert_layout(beside(gl.where(odd, -T, D), gl.where(odd, D, 0.0)), of_pairs)
+        high, low = store_halves(s_P, s_P_low, P)
+        fence_async_shared()
+        barrier()
+        T = times(high, low, s_F.slice(32, 32, 0), s_F_low.slice(32, 32, 0), narrow, left_of_pairs)
+        high, low = halves_of(T, dtype)
+        T = times(high, low, s_P.slice(0, 32, 0), s_P_low.slice(0, 32, 0), narrow, left_of_pairs)
+        lower = block_of(P) >= 2
+        X = gl.convert_layout(beside(gl.where(lower, -T, P), gl.where(lower, P, 0.0)), of_chunk)
+        high = X.to(dtype)
         mbarrier.wait(free.index(0), (i & 1) ^ 1)
         s_A.store(high)
         if A is not None:
-            s_A_low.store(low)
+            s_A_low.store((X - high.to(gl.float32)).to(dtype))
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready.index(0), count=1)
@@ -220,7 +245,7 @@ def scan_whole(ring, pairs, o, h0, ht, o_of, entering, leaving, row0, v0, v_colu
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
     a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
     ring_q, ring_k, ring_v, lines, full, empty = ring
-    s_A, s_s, ready, free = pairs
+    s_A, s_s, ready, free, scored = pairs
     dtype: gl.constexpr = ring_k.dtype
     s_o = o_of.index(group)
     v0 += group * BV
@@ -235,6 +260,13 @@ def scan_whole(ring, pairs, o, h0, ht, o_of, entering, leaving, row0, v0, v_colu
         slot = i % STAGES
         b_q, b_k, line = ring_q.index(slot), ring_k.index(slot), slot * LINES
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        if group == 0:
+            scores = warpgroup_mma(b_q, b_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            since = since_of(lines, line, of_chunk, BT, DECAY) * scale
+            s_s.index(i & 1).store((warpgroup_mma_wait(0, [scores]) * since).to(dtype))
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(scored.index(i & 1), count=1)
         hk = warpgroup_mma(entered, b_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
         hk = warpgroup_mma_wait(0, [hk])
         y = ring_v.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk).to(gl.float32)
@@ -260,6 +292,7 @@ def scan_whole(ring, pairs, o, h0, ht, o_of, entering, leaving, row0, v0, v_colu
             w = u * lines.index(line + 3).load(a_column)[None, :]
         h = warpgroup_mma(gl.convert_layout(w.to(dtype), left_of_state), b_k, h, is_async=True)
         u = gl.convert_layout(u.to(dtype), left)
+        mbarrier.wait(scored.index(i & 1), (i // 2) & 1)
         out = warpgroup_mma(u, s_s.index(i & 1).permute((1, 0)), out, is_async=True)
         h, out = warpgroup_mma_wait(0, [h, out])
         entered = gl.convert_layout(h.to(dtype), left)
@@ -325,7 +358,8 @@ def delta_whole(
     s_A = gl.allocate_shared_memory(dtype, [BT, BT], square)
     s_s = gl.allocate_shared_memory(dtype, [2, BT, BT], square)
     ready, free = barriers(1, 1, 2)
-    pairs = (s_A, s_s, ready, free)
+    scored, unused = barriers(2, 1, 1)
+    pairs = (s_A, s_s, ready, free, scored)
     s_M = gl.allocate_shared_memory(gl.float32, [BT // 16, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
     s_D = s_M._reinterpret(gl.float32, [BT, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, BT], dtype)
@@ -349,7 +383,7 @@ def delta_whole(
                        BK, V, BV, 2, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
          (scan_whole, (ring, pairs, o, h0, ht, written, own, leaving, row0, v0, column, chunks, scale, 1, BT,
                        BK, V, BV, 2, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
-         (invert, (ring, pairs, scratch, A, A_low, row0, i_h * BT, chunks, scale, BT, LINES, DECAY, STAGES)),
+         (invert, (ring, pairs, scratch, A, A_low, row0, i_h * BT, chunks, BT, LINES, DECAY, STAGES)),
          (load_whole, (ring, q, k, v, beta, betas, G, line, row0, i_h, HV, i_h // (HV // H) * BK, column, chunks, BT,
                        BK, BV, 2, LINES, DECAY, STAGES))],
-        [4, 4, 1], [176, 136, 24])
+        [4, 4, 1], [192, 104, 24])
