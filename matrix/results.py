@@ -292,7 +292,7 @@ def _short_names(lines: Iterable[Mapping[str, OfLaunch]]) -> dict[str, str]:
     used = Counter(names for line in lines for of_one in line.values() for releases, known in of_one.items()
                    for names in (releases, *known))
     short = dict[str, str]()
-    for names in sorted(names for names, times in used.items() if len(names) > 10 and times > 5):
+    for names in sorted(names for names, times in used.items() if len(names) > 6 and times > 3):
         code = hashlib.sha256(names.encode()).hexdigest()[:3]
         if code not in short.values():
             short[names] = code

@@ -167,9 +167,19 @@ def test_with_many_segments_the_others_use_their_transfers(monkeypatch: pytest.M
         assert_same(name, one, right)
 
 
+def state_of(x: Inputs) -> Tensor:
+    """Return the initial states, which all inputs of these tests have."""
+    assert x.h0 is not None
+    return x.h0
+
+
 def erasing(x: Inputs) -> Tensor:
     """Return the matrix with which each token multiplies the decayed state, [T, HV, K, K] in float64."""
-    k, rates = x.k[0].double(), (x.beta[..., None] if x.a is None else x.a)[0].double()  # type: ignore[index]
+    rates = x.a
+    if rates is None:
+        assert x.beta is not None
+        rates = x.beta[..., None]
+    k, rates = x.k[0].double(), rates[0].double()
     return torch.eye(K, dtype=torch.double) - k[..., None] * (rates * k)[..., None, :]
 
 
@@ -189,10 +199,11 @@ def test_what_a_window_leaves_out_is_within_its_bound(kind: str, monkeypatch: py
     by = by * g.exp()[..., None, :]
     written = k[..., None] * (x.v * (1 if x.beta is None else x.beta[..., None]))[0].double()[..., None, :]
     read = SCALE * x.q[0].double()[..., None] * do[0].double()[..., None, :]
+    h0 = state_of(x)
     for i in range(1, 4):
         for head in range(HV):
             chunks = int(part["windows"][i - 1, head])
-            state = x.h0[0, head].double()  # type: ignore[index]
+            state = h0[0, head].double()
             for t in range(128 * i):
                 state = by[t, head] @ state + (written[t, head] if t < 128 * i - CHUNK * chunks else 0)
             assert 0 < chunks < 8 and state.norm() <= written[128 * i - 1, head].norm() * 2**-24
@@ -236,8 +247,8 @@ def test_layouts_and_gradients(kind: str, packed: bool, v_first: bool,
                                monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(kind, packed)
     if v_first:
-        x = x._replace(h0=x.h0.mT.contiguous())  # type: ignore[union-attr]
-    do, dht = torch.randn(1, T, HV, V), torch.randn(x.h0.shape)  # type: ignore[union-attr]
+        x = x._replace(h0=state_of(x).mT.contiguous())
+    do, dht = torch.randn(1, T, HV, V), torch.randn(state_of(x).shape)
     ours, found = run(x, monkeypatch, v_first=v_first)
     exact, _ = run(x, monkeypatch, "dplr_windows", v_first)
     back, right = (gradients(x, do, dht, drop, v_first) for drop in ("", "dplr_windows"))
@@ -285,7 +296,7 @@ def test_a_window_in_one_direction_only(segments: int, monkeypatch: pytest.Monke
 @pytest.mark.alternate
 def test_whole_calls_as_on_a_gpu(op: str, segments: int, keeping: float,
                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are those of the oracle, with the Gluon kernels of a plan with windows."""
+    """The Gluon kernels of a plan with windows compute the same gradients as the oracle."""
     monkeypatch.setattr(scans, "forced_parts", segments)
     found: list[dict[str, Any]] = []
 
@@ -306,8 +317,9 @@ def test_whole_calls_as_on_a_gpu(op: str, segments: int, keeping: float,
 
 def test_a_state_on_its_way_is_awaited_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs()
-    arrived = x.h0.clone()  # type: ignore[union-attr]
-    monkeypatch.setattr(windows, "enter", lambda: x.h0.copy_(arrived))  # type: ignore[union-attr]
-    x.h0.fill_(torch.nan)  # type: ignore[union-attr]
+    state = state_of(x)
+    arrived = state.clone()
+    monkeypatch.setattr(windows, "enter", lambda: state.copy_(arrived))
+    state.fill_(torch.nan)
     _, found = run(x, monkeypatch)
     assert (found["windows"][:3] > 0).all()

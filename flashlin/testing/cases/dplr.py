@@ -128,8 +128,9 @@ CASES: list[Case] = [
     _kda("whole-alike", allowed=FORGETFUL, keys="alike", rate="1", T=128, H=1),
     *(_kda(f"windows-{K}", gate="-0.12", K=K, **sequences.SIX) for K in (64, 128)),
     _kda("no-windows", gate=sequences.SLOW, K=64, **sequences.SIX),
+    # In bf16, one row of dk has an error of 28 % of the RMS of dk, also without windows. Its bound is 30 %.
     _kda("bounded-windows-64", BOUNDED, raw=True, keys="raw", gate="strongest", K=64, **sequences.SIX,
-         allowed={"dk": 0.02, "dv": 0.02}),
+         allowed={"dk": 0.015, "dv": 0.012}),
     *_shared(_dplr), _dplr("free", free=True, T=70), forward_in_parts(_dplr, 64),
     _rwkv7("random", quick=True, gate="layer", T=70),
     _rwkv7("packed", gate="layer", edges=(0, 20, 20, 90), K=32, V=32),
