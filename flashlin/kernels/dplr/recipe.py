@@ -151,9 +151,10 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED and lanes(target.arch) == 32 else 4)
     strips = [Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)]
     fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
-    if bytes_each == 2:
-        strips = [best, *strips, *([] if two else [best._replace(K=32)])] if fits else strips
-        strips.append(strips[-1]._replace(K=16))
+    if bytes_each == 2 and fits:
+        strips = [best, *strips, *([] if two else [best._replace(K=32)])]
+    elif bytes_each == 2 and problem.max_warps < 4:
+        strips.append(strips[0]._replace(K=16))  # with 8 warps, dense calls would spill more
 
     def finishing(BT: int, strip: Strip) -> int:
         tiles = 4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2
@@ -181,7 +182,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     # With two warps, strips of 64 columns of a state of 128 rows spill 1.2 to 2.4 KB per thread, strips of 32
     # at most 0.3 KB (compiled for sm_100 with 3.7.1). Sequences are then split less often, because a scan has
     # twice as many programs. Neither was timed.
-    most = 64 if problem.max_warps >= 4 else 32
+    most = 32 if problem.max_warps < 4 and problem.K > 64 else 64
     candidates = (config._replace(BV=min(config.BV, most))
                   for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
                   if config.BT <= longest and (config.num_stages == 1 or (config.BT > HALVED and not two)))
@@ -197,7 +198,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
 
     def prepared(rest: str) -> Launch:
         kinds = [preparing("dplr_prepare" + rest, width, of_tile("narrow_scores", BT, width))
-                 for width in dict.fromkeys((wide, max(16, wide // 2), 16))]
+                 for width in (wide, max(16, wide // 2))]
         every = [way for launch in kinds for way in (launch, *scans.ways(launch, problem))]
         return scans.least_spilled(every, target)
     if short:
