@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor, dtype
 
-# The lowest log decay with which 16 tokens always fit one decay reference: 120 bits in 15 tokens.
-LOWEST = -120 * math.log(2) / 15
+# The lowest log decay with which 16 tokens always fit one decay reference: 120 bits in 16 tokens.
+LOWEST = -120 * math.log(2) / 16
 
 
 class Inputs(NamedTuple):

@@ -5,8 +5,12 @@ blocks. Nearly all chunks of 16 tokens fit one decay reference (``one_reference.
 gate can guarantee it (LOWEST in ``inputs.py``). Without such a bound, the kernel tests BK channels of a chunk
 at a time, and halves those that do not fit (``forward.py``).
 
-For KDA as its layer calls it, this kernel also normalizes q and k and computes the gate. q and k are then
-loaded twice, because keeping them would need more registers.
+For KDA as its layer calls it, this kernel also normalizes q and k and computes the gate. q is then loaded
+twice, because keeping it would need more registers. The lengths of k are known only after all channels. So
+products [BT, BT] are divided by them, instead of k.
+
+The number of instructions limits this kernel, not memory. So decays are relative to the middle of those of
+all 16 tokens, which needs one sum over rows less than the other kernels, which leave out the first token.
 """
 
 from typing import Any
@@ -19,14 +23,13 @@ from flashlin.compat.descriptors import described
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import precision
-from flashlin.kernels.dplr.one_reference import rate_of
 from flashlin.kernels.dplr.windows import FACTS, find_windows, squares_of, store_facts
-from flashlin.kernels.gla.decays import decays_from, logs, scored, still_served, sums_at
+from flashlin.kernels.gla.decays import logs, still_served, sums_at
 from flashlin.kernels.gla.forward import halves
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import part_of
 from flashlin.kernels.tile_ops import LOG2_E, beta_of, put, tile
-from flashlin.kernels.triangular_inverse import inverse, merging, product
+from flashlin.kernels.triangular_inverse import inverse, merging, product, top_half
 
 
 @triton.jit
@@ -40,15 +43,22 @@ def row_of(
 
 
 @triton.jit
+def larger(x, y):
+    """Return the maximum of x and y, or NaN if one of them is NaN."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def log_decays(b_g, A_log, dt_bias, lowest, i_h, columns, K: tl.constexpr):
-    """Return the log decays of raw gates of head i_h: lowest * sigmoid(exp(A_log) * (b_g + dt_bias)).
+    """Return the log2 decays of raw gates of head i_h, from lowest * sigmoid(exp(A_log) * (b_g + dt_bias)).
 
     A_log: [HV]. dt_bias: [HV, K] or None. columns: [BK], the columns of b_g [BT, BK].
     """
     rate = tl.exp2(tl.load(A_log + i_h) * LOG2_E)
     if dt_bias is not None:
         b_g += tl.load(dt_bias + i_h * K + columns, mask=columns < K, other=0.0)[None, :]
-    return lowest / (1.0 + tl.exp2(-rate * b_g * LOG2_E))
+    root = tl.rsqrt(1.0 + tl.exp2(b_g * (-rate * LOG2_E)))  # its square is faster than a division
+    return root * root * (lowest * LOG2_E)
 
 
 @triton.jit
@@ -62,7 +72,7 @@ def add_channels(
     dt_bias,  # [HV, K], fp32, or None
     q_in, a_in, b_out,  # [rows, HV, K]
     G,  # [rows, HV, K], fp32
-    of_q, of_k,  # [BT]: 1 / length of each row
+    of_q,  # [BT]: 1 / length of each row
     b_beta,  # [BT]
     scale, lowest,
     first, length, i_qk, i_h, H, HV,
@@ -71,40 +81,54 @@ def add_channels(
 ):
     """Add BK channels to the scores L and P and to the diagonal qk of P, and store their operands.
 
-    Also update the largest log2 decay of each token, and the sums of k^2, k a, a^2 and q^2 over channels.
-    Return all of these, and then a times its decay from the chunk's start until it reads the state, [BT, BK].
+    L are the scores of k with its erase rates or, with one rate beta for all channels, of k itself. Also
+    update the largest log2 decay of each token, and the sums of k^2, k a, a^2 and q^2 over channels. Return
+    all of these, and then k with its rates and its decay since the chunk's start, [BT, BK].
     """
+    DTYPE: tl.constexpr = q.dtype.element_ty
     columns = k0 + tl.arange(0, BK)
     b_g = tile(g, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
-    b_q = tile(q, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-    b_k = tile(k, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+    b_q = tile(q, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+    b_k = tile(k, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
     if A_log is not None:
         b_g = log_decays(b_g, A_log, dt_bias, lowest, i_h, columns, K=K)
+    else:
+        b_g = logs(b_g)
     if NORMALIZE:
-        b_q = (b_q.to(tl.float32) * of_q[:, None]).to(b_q.dtype)
-        b_k = (b_k.to(tl.float32) * of_k[:, None]).to(b_k.dtype)
-    b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
-    b_g = b_g * LOG2_E if BOUNDED > 0 else logs(b_g)
+        b_q *= of_q[:, None]
     b_G = tl.cumsum(tl.where((tl.arange(0, BT) < length)[:, None], b_g, 0.0), 0)
-    begin = row_of(b_G, 0, BT)
     total = row_of(b_G, length - 1, BT)
     tl.store(G + ((first + length - 1) * HV + i_h) * K + columns, total, mask=columns < K)
     qk += tl.sum(b_q * b_k, 1)
-    RATES: tl.constexpr = a is not None
-    b_a = b_k * -rate_of(a, b_beta, first, 0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=RATES)
-    known = tl.where(b_g < float("inf"), b_g, float("inf"))  # maxima would ignore NaN
-    highest = tl.maximum(highest, tl.max(tl.where((columns < K)[None, :], known, float("-inf")), 1))
+    b_a = b_k
+    if a is not None:
+        b_a *= tile(a, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+    if K % BK != 0:
+        b_g = tl.where((columns < K)[None, :], b_g, float("-inf"))
+    highest = larger(highest, tl.reduce(b_g, 1, larger))
     kk += tl.sum(b_k * b_k, 1)
-    ka += tl.sum(b_k * b_a, 1)
+    ka -= tl.sum(b_k * b_a, 1)
     aa += tl.sum(b_a * b_a, 1)
     qq += tl.sum(b_q * b_q, 1)
-    if BOUNDED > 0 or still_served(1, total - begin) > 0:
-        reading, written, entered, left, kept = decays_from(b_G, b_G, begin, total, BT, False)
-        X = b_k * written
-        put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        put(b_out, X * left[None, :], first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        L = scored(L, b_a * reading, X, q.dtype.element_ty, PRECISION)
-        b_P = scored(b_P, b_q * reading, X, q.dtype.element_ty, PRECISION)
+    if BOUNDED > 0 or still_served(1, total) > 0:  # decays relative to the middle of all decays
+        middle = total * 0.5
+        half = tl.exp2(middle)[None, :]
+        reading = tl.exp2(b_G - middle[None, :])
+        b_q *= reading
+        b_a *= reading
+        X = b_k * tl.exp2(middle[None, :] - b_G)
+        put(q_in, b_q * (half * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        put(b_out, X * half, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        top = X
+        if DTYPE == tl.bfloat16:  # two products, as in ``scored``; truncation is faster than rounding
+            top = top_half(X)
+            rest = tl.trans((X - top).to(DTYPE))
+            L = tl.dot(b_a.to(DTYPE), rest, L)
+            b_P = tl.dot(b_q.to(DTYPE), rest, b_P)
+        top = tl.trans(top.to(DTYPE))
+        L += tl.dot(b_a.to(DTYPE), top, input_precision=PRECISION)
+        b_P += tl.dot(b_q.to(DTYPE), top, input_precision=PRECISION)
+        b_a *= half
     else:  # see prepare_chunk; elements of L and P that are not below their diagonals are invalid
         put(G, b_G, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         tl.debug_barrier()  # other threads read these sums
@@ -113,8 +137,8 @@ def add_channels(
             second = (half % 2 == 1)[:, None]
             b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, length - 1), first, 0, i_h, HV, K, k0, BK)
             decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
-            X1 = (tl.where(second, b_q, b_k) * decay).to(q.dtype.element_ty)
-            X2 = (tl.where(second, b_a, b_k) * decay).to(q.dtype.element_ty)
+            X1 = (tl.where(second, b_q, b_k) * decay).to(DTYPE)
+            X2 = (tl.where(second, b_a, b_k) * decay).to(DTYPE)
             partner = (half ^ 1)[:, None] == half[None, :]
             cross = tl.where(partner, tl.dot(X1, tl.trans(X2), input_precision=PRECISION), 0.0)
             b_P += cross
@@ -122,9 +146,9 @@ def add_channels(
         entered = tl.exp2(b_G)
         put(q_in, b_q * (entered * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         put(b_out, b_k * tl.exp2(total[None, :] - b_G), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    b_a *= entered
+        b_a *= entered
     if a_in is not None:
-        put(a_in, b_a, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        put(a_in, b_a * -b_beta[:, None], first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
     return L, b_P, qk, highest, kk, ka, aa, qq, b_a
 
 
@@ -155,7 +179,9 @@ def dplr_sums(
         b_g = tile(g, first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         if A_log is not None:
             b_g = log_decays(b_g, A_log, dt_bias, lowest, i_h, k0 + tl.arange(0, BK), K=K)
-        put(G, tl.cumsum(logs(b_g), 0), first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        else:
+            b_g = logs(b_g)
+        put(G, tl.cumsum(b_g, 0), first, 0, BT, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
     tl.debug_barrier()  # other threads read these sums
     serves = 1
     for k0 in range(0, K, BK):
@@ -196,7 +222,8 @@ def dplr_prepare_raw(
     a: the erase rates per channel of Gated DeltaNet 2, which has no beta.
     A_log: if given, the log decays are lowest * sigmoid(exp(A_log) * (g + dt_bias)). Otherwise g contains
         the log decays.
-    NORMALIZE: first normalize q and k.
+    NORMALIZE: first normalize q and k. Then b_out and the columns of P belong to k as given, and M and W are
+        divided by the length of the row's k instead.
     BOUNDED: 1 if all chunks fit one decay reference, so that they need no test, else 0.
     G: receives the sum of decays of each chunk, in the chunk's last row. Its other rows may be overwritten.
     facts: if given, receives what ``store_facts`` computes from v and, in backward, from do.
@@ -210,15 +237,8 @@ def dplr_prepare_raw(
         below = rows[:, None] > rows[None, :]
         diagonal = rows[:, None] == rows[None, :]
         of_q = tl.zeros([BT], dtype=tl.float32)
-        of_k = tl.zeros([BT], dtype=tl.float32)
         if NORMALIZE:
-            for k0 in range(0, K, BK):
-                b_q = tile(q, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
-                b_k = tile(k, first, 0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
-                of_q += tl.sum(b_q * b_q, 1)
-                of_k += tl.sum(b_k * b_k, 1)
-            of_q = tl.rsqrt(of_q + 1e-6)
-            of_k = tl.rsqrt(of_k + 1e-6)
+            of_q = tl.rsqrt(squares_of(q, first, length, i_qk, H, D=K, BT=BT, BD=BK) + 1e-6)
         b_beta = tl.full([BT], 1.0, tl.float32)
         if beta is not None:
             b_beta = beta_of(beta, first, 0, length, i_h, HV, BT)
@@ -227,27 +247,34 @@ def dplr_prepare_raw(
         qk = tl.zeros([BT], dtype=tl.float32)
         L, b_P, qk, highest, kk, ka, aa, qq, b_a = add_channels(
             L, b_P, qk, qk + float("-inf"), qk, qk, qk, qk, q, k=k, g=g, a=a, A_log=A_log, dt_bias=dt_bias,
-            q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k, b_beta=b_beta, scale=scale,
+            q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, b_beta=b_beta, scale=scale,
             lowest=lowest, first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=0, BT=BT,
             BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED, PRECISION=PRECISION)
         if K > BK:
             L, b_P, qk, highest, kk, ka, aa, qq, other_a = add_channels(
                 L, b_P, qk, highest, kk, ka, aa, qq, q, k=k, g=g, a=a, A_log=A_log, dt_bias=dt_bias,
-                q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, of_k=of_k, b_beta=b_beta, scale=scale,
+                q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, b_beta=b_beta, scale=scale,
                 lowest=lowest, first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT,
                 BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED, PRECISION=PRECISION)
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        X = inverse(tl.where(below, -L, 0.0), scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)
-        put(M, X * b_beta[None, :], first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        of_k = tl.full([BT], 1.0, tl.float32)
+        if NORMALIZE:
+            of_k = tl.rsqrt(kk + 1e-6)
+            kk *= of_k * of_k
+        L = tl.where(below, L * (b_beta * of_k)[:, None] * of_k[None, :], 0.0)
+        X = inverse(L, scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)
+        b_M = X * of_k[:, None] * b_beta[None, :]
+        put(M, b_M, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if T_ is not None:
             put(T_, X, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if T_low is not None:
             low = X - X.to(T_low.dtype.element_ty).to(tl.float32)
             put(T_low, low, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        put(W, product(X, b_a, MERGE), first, 0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
+        b_M *= -of_k[None, :]
+        put(W, product(b_M, b_a, MERGE), first, 0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         if K > BK:
-            put(W, product(X, other_a, MERGE), first, 0, length, i_h, HV, D=K, d0=BK, BT=BT, BD=BK)
+            put(W, product(b_M, other_a, MERGE), first, 0, length, i_h, HV, D=K, d0=BK, BT=BT, BD=BK)
         if facts is not None:  # here, because fewer values are in registers than before
             ww = squares_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK) * b_beta * b_beta
             oo = ww
