@@ -33,9 +33,6 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 # The same for one decay reference. KDA has one rate for all channels, so it needs the fewest tiles.
 BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
 TIMED = (3, 5)
-# The release for which the kernel of chunks of 16 tokens is right if it has to test its chunks. Under 3.7.1,
-# some variants of it computed scores P with errors of 12 % on an H200. Their other operands were right.
-TESTS = (3, 6)
 # Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
 # scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
 # for segments of LONG tokens or more.
@@ -54,7 +51,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
     narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
     """
-    asked, here = RAW.intersection(problem.options), release(target.triton)[:2] == TESTS
+    asked = RAW.intersection(problem.options)
     problem = problem._replace(options=tuple(name for name in problem.options if name not in RAW))
     whole = _whole(problem, target, narrow)
     if _writes_twice(problem) or problem.portable or problem.K > 2 * WIDE or halves_all(problem, target):
@@ -64,7 +61,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # For gates that are computed before, short chunks of split sequences are slower without windows
     # (1x8192x2x128: 170 us instead of 120). They are not timed if the scan is in plain Triton.
     kernels = {one.kernel for one in short}
-    suits = asked or (here and "dplr_overlapped" in kernels
+    suits = asked or ("dplr_overlapped" in kernels
                       and ("dplr_windows" in kernels or not any(one.part for one in short)))
     return short if short and suits and _ran(short, problem, target) else whole
 
