@@ -52,7 +52,7 @@ from flashlin.kernels.batch import Batch, precision
 from flashlin.kernels.dplr.inputs import Inputs, Scalars
 from flashlin.kernels.dplr.one_reference import dplr_prepare_one
 from flashlin.kernels.dplr.parts import dplr_alone
-from flashlin.kernels.dplr.raw import prepare_raw
+from flashlin.kernels.dplr.raw import add_operands, prepare_raw
 from flashlin.kernels.gla.decays import sums_at, sums_read
 from flashlin.kernels.gla.forward import halves, start_chunks, sums_of_chunks
 from flashlin.kernels.gla.parts import sum_of_chunk
@@ -345,21 +345,14 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     x: the arguments that all launches for one slice of the batch have in common, by parameter name.
     backward: whether the operands of the reverse scan are needed.
     """
-    q, launch = x["q"], plan.launch("dplr_prepare_one", "dplr_prepare")
-    B, T, HV, K = x["g"].shape
-    BT, two = launch.block("BT"), x["b"] is not None
-    low = backward and q.dtype != torch.float32
-
-    def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
-        return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
-    x.update(q_in=new(K), a_in=new(K, backward), b_out=new(K), k_out=new(K, two), W=new(K), M=new(BT),
-             P=new(BT), R=new(BT, two), N_=new(BT, two and backward), T_=new(BT, backward),
-             T_low=new(BT, low), windows=None, windows_back=None)
+    (_, _, HV, K), BT = x["g"].shape, plan.launch("dplr_prepare_one", "dplr_prepare").block("BT")
+    add_operands(x, BT, backward)
     x["G"] = sums_of_chunks(plan, x)
-    scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
+    scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=x["q"].device)
     start_chunks(plan, (dplr_prepare, dplr_prepare_one, dplr_prepare_rest), dict(
-        scratch=scratch, K=K, TWO_WRITES=two, ERASE_RATE=erases(x["a"], x["b"]), BACKWARD=backward,
-        HAS_LOW=low, VARLEN=x["bounds"] is not None, PRECISION=precision(plan), MERGE=merging(plan)), x)
+        scratch=scratch, K=K, TWO_WRITES=x["b"] is not None, ERASE_RATE=erases(x["a"], x["b"]),
+        BACKWARD=backward, HAS_LOW=x["T_low"] is not None, VARLEN=x["bounds"] is not None,
+        PRECISION=precision(plan), MERGE=merging(plan)), x)
 
 
 def erases(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -33,16 +33,6 @@ from flashlin.kernels.triangular_inverse import inverse, merging, product, top_h
 
 
 @triton.jit
-def row_of(
-    x,  # [BT, BK]
-    row,
-    BT: tl.constexpr,
-):
-    """Return a row of a tile, [BK]."""
-    return tl.sum(tl.where((tl.arange(0, BT) == row)[:, None], x, 0.0), 0)
-
-
-@triton.jit
 def larger(x, y):
     """Return the maximum of x and y, or NaN if one of them is NaN."""
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
@@ -97,7 +87,7 @@ def add_channels(
     if NORMALIZE:
         b_q *= of_q[:, None]
     b_G = tl.cumsum(tl.where((tl.arange(0, BT) < length)[:, None], b_g, 0.0), 0)
-    total = row_of(b_G, length - 1, BT)
+    total = tl.sum(tl.where((tl.arange(0, BT) == length - 1)[:, None], b_G, 0.0), 0)
     tl.store(G + ((first + length - 1) * HV + i_h) * K + columns, total, mask=columns < K)
     qk += tl.sum(b_q * b_k, 1)
     b_a = b_k
@@ -119,9 +109,8 @@ def add_channels(
         X = b_k * tl.exp2(middle[None, :] - b_G)
         put(q_in, b_q * (half * scale), first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         put(b_out, X * half, first, 0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        top = X
+        top = top_half(X) if DTYPE == tl.bfloat16 else X
         if DTYPE == tl.bfloat16:  # two products, as in ``scored``; truncation is faster than rounding
-            top = top_half(X)
             rest = tl.trans((X - top).to(DTYPE))
             L = tl.dot(b_a.to(DTYPE), rest, L)
             b_P = tl.dot(b_q.to(DTYPE), rest, b_P)
@@ -245,23 +234,19 @@ def dplr_prepare_raw(
         L = tl.zeros([BT, BT], dtype=tl.float32)
         b_P = tl.zeros([BT, BT], dtype=tl.float32)
         qk = tl.zeros([BT], dtype=tl.float32)
-        L, b_P, qk, highest, kk, ka, aa, qq, b_a = add_channels(
-            L, b_P, qk, qk + float("-inf"), qk, qk, qk, qk, q, k=k, g=g, a=a, A_log=A_log, dt_bias=dt_bias,
-            q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, b_beta=b_beta, scale=scale,
-            lowest=lowest, first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=0, BT=BT,
-            BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED, PRECISION=PRECISION)
-        if K > BK:
-            L, b_P, qk, highest, kk, ka, aa, qq, other_a = add_channels(
+        kk, ka, aa, qq, highest, b_a = qk, qk, qk, qk, qk + float("-inf"), L
+        for k0 in tl.static_range(0, K, BK):
+            other_a = b_a
+            L, b_P, qk, highest, kk, ka, aa, qq, b_a = add_channels(
                 L, b_P, qk, highest, kk, ka, aa, qq, q, k=k, g=g, a=a, A_log=A_log, dt_bias=dt_bias,
-                q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, b_beta=b_beta, scale=scale,
-                lowest=lowest, first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=BK, BT=BT,
-                BK=BK, NORMALIZE=NORMALIZE, BOUNDED=BOUNDED, PRECISION=PRECISION)
+                q_in=q_in, a_in=a_in, b_out=b_out, G=G, of_q=of_q, b_beta=b_beta, scale=scale, lowest=lowest,
+                first=first, length=length, i_qk=i_qk, i_h=i_h, H=H, HV=HV, K=K, k0=k0, BT=BT, BK=BK,
+                NORMALIZE=NORMALIZE, BOUNDED=BOUNDED, PRECISION=PRECISION)
         b_P = tl.where(below, b_P, tl.where(diagonal, qk[:, None], 0.0)) * scale
         put(P, b_P, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         of_k = tl.full([BT], 1.0, tl.float32)
         if NORMALIZE:
             of_k = tl.rsqrt(kk + 1e-6)
-            kk *= of_k * of_k
         L = tl.where(below, L * (b_beta * of_k)[:, None] * of_k[None, :], 0.0)
         X = inverse(L, scratch + program.to(tl.int64) * (BT * 16), BT, MERGE)
         b_M = X * of_k[:, None] * b_beta[None, :]
@@ -272,9 +257,9 @@ def dplr_prepare_raw(
             low = X - X.to(T_low.dtype.element_ty).to(tl.float32)
             put(T_low, low, first, 0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_M *= -of_k[None, :]
-        put(W, product(b_M, b_a, MERGE), first, 0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         if K > BK:
-            put(W, product(b_M, other_a, MERGE), first, 0, length, i_h, HV, D=K, d0=BK, BT=BT, BD=BK)
+            put(W, product(b_M, other_a, MERGE), first, 0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
+        put(W, product(b_M, b_a, MERGE), first, 0, length, i_h, HV, D=K, d0=(K - 1) // BK * BK, BT=BT, BD=BK)
         if facts is not None:  # here, because fewer values are in registers than before
             ww = squares_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK) * b_beta * b_beta
             oo = ww
@@ -283,11 +268,23 @@ def dplr_prepare_raw(
                 oo = squares_of(do, first, length, i_h, HV, D=V, BT=BT, BD=BK)
             stride = tl.num_programs(0) // HV
             at = facts + i_h.to(tl.int64) * (FACTS * stride) + program // HV
-            if a is None:  # then a is -beta k
-                ka = -b_beta * kk
-                aa = b_beta * b_beta * kk
-            qq *= scale * scale
-            store_facts(at, stride, highest, kk, ka, aa, ww, qq, oo, length=length, BT=BT, READS=READS)
+            squares = of_k * of_k
+            store_facts(at, stride, highest, kk * squares, ka * squares * b_beta, aa * squares * b_beta * b_beta,
+                        ww, qq * (scale * scale), oo, length=length, BT=BT, READS=READS)
+
+
+def add_operands(x: dict[str, Any], BT: int, back: bool) -> None:
+    """Put memory for the operands of the scans into x, see ``dplr_prepare``. Those that the call lacks are None.
+
+    back: whether the operands of the reverse scan are needed.
+    """
+    q, two, (B, T, HV, K) = x["q"], x["b"] is not None, x["g"].shape
+
+    def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
+        return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
+    x.update(q_in=new(K), a_in=new(K, back), b_out=new(K), k_out=new(K, two), W=new(K), M=new(BT), P=new(BT),
+             R=new(BT, two), N_=new(BT, two and back), T_=new(BT, back),
+             T_low=new(BT, back and q.dtype != torch.float32), windows=None, windows_back=None)
 
 
 def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | None = None) -> None:
@@ -298,13 +295,8 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | 
     """
     (B, T, HV, K), q, launch = x["g"].shape, x["q"], plan.launch("dplr_prepare_raw")
     BT, packed, back = launch.block("BT"), x["bounds"] is not None, G is not None
-
-    def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
-        return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
-    x.update(q_in=new(K), a_in=new(K, back), b_out=new(K), k_out=None, W=new(K), M=new(BT), P=new(BT), R=None,
-             N_=None, T_=new(BT, back), T_low=new(BT, back and q.dtype != torch.float32), facts=None,
-             windows=None, windows_back=None,
-             G=torch.empty_like(x["g"], dtype=torch.float32) if G is None else G)
+    add_operands(x, BT, back)
+    x.update(facts=None, G=torch.empty_like(x["g"], dtype=torch.float32) if G is None else G)
     if T:
         chunks = x["N"] + (T // BT if T > BT else 0) if packed else B * -(-T // BT)
         scratch = torch.empty(chunks * HV, BT, 16, dtype=torch.float32, device=q.device)

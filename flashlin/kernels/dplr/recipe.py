@@ -60,9 +60,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     short = _beside(problem, short, whole) if problem.needs_grad else short
     # For gates that are computed before, short chunks of split sequences are slower without windows
     # (1x8192x2x128: 170 us instead of 120). They are not timed if the scan is in plain Triton.
-    kernels = {one.kernel for one in short}
-    suits = asked or ("dplr_overlapped" in kernels
-                      and ("dplr_windows" in kernels or not any(one.part for one in short)))
+    kernels, split = {one.kernel for one in short}, any(one.part for one in short)
+    suits = asked or ("dplr_overlapped" in kernels and ("dplr_windows" in kernels or not split))
     return short if short and suits and _ran(short, problem, target) else whole
 
 
@@ -218,12 +217,11 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         return scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
     part = split(scans.WORTH) if short else 0
     segments = scans.numbered(problem, part) * problem.H
-    few = problem.T <= FEW * part
     windowed = Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1, (("BT", BT), ("NEAR", NEAR)),
                       1024, problem.K * problem.V, frozenset(), part)
     # With few programs, heads without windows were slower: 0.39 ms instead of 0.26 at 6x1600x1x128.
     windows = 0 < part and segments >= target.sms // 4 and _ran([windowed], problem, target) and (
-        not few or (kind == "short" and problem.needs_grad and part >= LONG))
+        problem.T > FEW * part or (kind == "short" and problem.needs_grad and part >= LONG))
     if not windows:
         # KDA's forward has a higher ``worth``, because it spends most of its time in the kernel that prepares
         # chunks. Its scan takes little time, so a split into 4 segments gains nothing.
@@ -232,18 +230,16 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     narrow = narrow and not two and scans.can_be_narrow(scan, problem)
     # With whole states, a second stage would gain nothing on a busy GPU.
     single = scan._replace(BV=scans.NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
-    if narrow:
-        scan = scans.deepest(single, scanning, target)
-    kernels = [*([] if short else [scans.channel_sums_launch(problem, BT)]), *preparation]
-    kernels += [windowed] if windows else []
+    scan = scans.deepest(single, scanning, target) if narrow else scan
+    kernels = [*([] if short else [scans.channel_sums_launch(problem, BT)]), *preparation,
+               *([windowed] if windows else [])]
 
     # ``tall`` marks scans for which the known issue tall-state-32 may crash the compiler. These scans
     # multiply operands as they were loaded, so 4 warps crash only in a pipelined loop (several stages) of
     # Triton 3.0 or 3.1. This was compiled for sm_90 with 3.0.0, 3.1.0 and 3.2.0.
     def walk(kernel: str, config: Config, shared: int, tall: bool = False) -> Launch:
         return scans.state_launch(kernel, config, problem, shared, dots, tall, part)
-    if part and short:
-        single = scans.deepest(single, reverse, target)
+    single = scans.deepest(single, reverse, target) if part and short else single
     if part:
         kernels += [walk("dplr_alone", single, scanning(single)),
                     scans.carry_launch(problem, target, part, transfer=True)]
