@@ -63,9 +63,8 @@ def test_other_calls_have_longer_chunks(given: dict[str, Any], gate: bool) -> No
 
 
 @pytest.mark.parametrize("given", [{"T": 250}, {"K": 96}, {"cu_seqlens": torch.tensor([0, 128, 256])},
-                                   {"machine": "H200,triton=3.4.0"}, {"machine": "H200,triton=3.9.0"},
-                                   {"T": 8192}], ids=str)
-def test_computed_gates_have_longer_chunks_where_short_ones_are_slow_or_wrong(given: dict[str, Any]) -> None:
+                                   {"machine": "H200,triton=3.4.0"}, {"T": 8192}], ids=str)
+def test_computed_gates_have_longer_chunks_where_short_ones_are_slow(given: dict[str, Any]) -> None:
     assert RAW not in kernels(**given, gate=False)
 
 
