@@ -259,7 +259,8 @@ def dplr_prepare_raw(
         b_M *= -of_k[None, :]
         if K > BK:
             put(W, product(b_M, other_a, MERGE), first, 0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
-        put(W, product(b_M, b_a, MERGE), first, 0, length, i_h, HV, D=K, d0=(K - 1) // BK * BK, BT=BT, BD=BK)
+        put(x=W, value=product(b_M, b_a, MERGE), first=first, t0=0, length=length, i_h=i_h, H=HV, D=K,
+            d0=(K - 1) // BK * BK, BT=BT, BD=BK)
         if facts is not None:  # here, because fewer values are in registers than before
             ww = squares_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK) * b_beta * b_beta
             oo = ww
