@@ -15,8 +15,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
+
+from flashlin.compat.versions import release
 
 _is_builtin = tl.core.is_builtin
 _EXACTLY = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
@@ -56,7 +59,7 @@ def _check_overflow(one: Any, other: Any, operation: Any) -> None:
 
 
 def _reduce_halves(reduction: Any, given: tuple[Any, ...]) -> Any:
-    """Reduce ``given`` with the kernel's own function, by halves along the axis."""
+    """Reduce ``given`` with the kernel's own function, which must be commutative, by halves along the axis."""
     if reduction.axis is None or reduction.keep_dims:
         return _reduce_elements(reduction, given)
     kinds = [x.dtype for x in given]
@@ -81,6 +84,6 @@ if hasattr(interpreter, "_get_np_dtype"):
     _replace(interpreter, "_get_np_dtype", _remembering(interpreter._get_np_dtype))
 if hasattr(interpreter, "interpreter_semantic"):
     _replace(interpreter.interpreter_semantic, "binary_op_sanitize_overflow_impl", _check_overflow)
-if hasattr(interpreter, "ReduceOps"):
+if release(triton.__version__) >= (3, 4) and hasattr(interpreter.ReduceOps, "generic_reduce"):
     _reduce_elements = interpreter.ReduceOps.generic_reduce
     interpreter.ReduceOps.generic_reduce = _reduce_halves

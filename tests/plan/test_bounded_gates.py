@@ -73,6 +73,13 @@ def test_kernels_that_have_not_run_here_are_not_used(monkeypatch: pytest.MonkeyP
     assert RAW not in kernels(settings={"canary": "auto"}) and RAW in kernels()
 
 
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("triton, ran", [("3.6.0", True), ("3.7.1", True), ("3.8.0", False)])
+def test_releases_under_which_these_kernels_have_run(triton: str, ran: bool, gate: bool) -> None:
+    found = kernels(settings={"canary": "auto"}, machine=f"H200,triton={triton}", T=1024, gate=gate)
+    assert (RAW in found) == ran
+
+
 def test_compiled_code_computes_the_gate_before() -> None:
     found = kernels(op=torch.compile(flashlin.chunk_kda, backend="eager", fullgraph=True))
     assert found == ["norm_forward", RAW, "dplr_overlapped"], "plain torch computes the gate"

@@ -9,8 +9,9 @@ For KDA as its layer calls it, this kernel also normalizes q and k and computes 
 twice, because keeping it would need more registers. The lengths of k are known only after all channels. So
 products [BT, BT] are divided by them, instead of k.
 
-The number of instructions limits this kernel, not memory. So decays are relative to the middle of those of
-all 16 tokens, which needs one sum over rows less than the other kernels, which leave out the first token.
+This kernel takes twice the time that its bytes need. It became faster with fewer instructions, but not with
+more programs at a time. So decays are relative to half the sum of all 16 tokens. If the first token were left
+out, as in the other kernels, one more sum over rows would be needed.
 """
 
 from typing import Any
@@ -40,7 +41,9 @@ def larger(x, y):
 
 @triton.jit
 def log_decays(b_g, A_log, dt_bias, lowest, i_h, columns, K: tl.constexpr):
-    """Return the log2 decays of raw gates of head i_h, from lowest * sigmoid(exp(A_log) * (b_g + dt_bias)).
+    """Return the log decays of raw gates of head i_h in bits, that is log2(e) times their natural logarithms.
+
+    These are lowest * sigmoid(exp(A_log) * (b_g + dt_bias)).
 
     A_log: [HV]. dt_bias: [HV, K] or None. columns: [BK], the columns of b_g [BT, BK].
     """
@@ -71,9 +74,10 @@ def add_channels(
 ):
     """Add BK channels to the scores L and P and to the diagonal qk of P, and store their operands.
 
-    L are the scores of k with its erase rates or, with one rate beta for all channels, of k itself. Also
-    update the largest log2 decay of each token, and the sums of k^2, k a, a^2 and q^2 over channels. Return
-    all of these, and then k with its rates and its decay since the chunk's start, [BT, BK].
+    L are the scores of k times its erase rates or, with one rate beta for all channels, of k itself. Also
+    update the largest log2 decay of each token, and sums over channels: k^2, -k b, b^2 and q^2, where b is k
+    times its erase rates, or k. Return all of these, and then b times its decay since the chunk's start,
+    [BT, BK]. k is as given. The caller multiplies by beta and divides by the lengths of k.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     columns = k0 + tl.arange(0, BK)
@@ -153,9 +157,11 @@ def dplr_sums(
     HV,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
 ):
-    """Sum the log decays within chunks of BT tokens into G, as ``gla_sums``, and find which chunks fit.
+    """Sum the log decays within chunks of BT tokens into G, and find which chunks fit one decay reference.
 
     One program computes one chunk and head. All sequences are dense and contain whole chunks.
+
+    Log2 decays that are given count as at least -126, as in ``gla_sums``.
 
     A_log: if given, g contains raw gates, as in ``dplr_prepare_raw``.
     served: receives 1 for chunks that fit one decay reference, else 0, as in ``dplr_prepare_one``.
@@ -212,7 +218,7 @@ def dplr_prepare_raw(
     A_log: if given, the log decays are lowest * sigmoid(exp(A_log) * (g + dt_bias)). Otherwise g contains
         the log decays.
     NORMALIZE: first normalize q and k. Then b_out and the columns of P belong to k as given, and M and W are
-        divided by the length of the row's k instead.
+        divided by the length of the row's k instead. a_in, T_ and T_low must be None.
     BOUNDED: 1 if all chunks fit one decay reference, so that they need no test, else 0.
     G: receives the sum of decays of each chunk, in the chunk's last row. Its other rows may be overwritten.
     facts: if given, receives what ``store_facts`` computes from v and, in backward, from do.

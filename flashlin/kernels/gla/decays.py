@@ -263,7 +263,7 @@ def still_served(serves, forgotten):
     A channel fits if it forgets at most 120 bits. Then no factor exceeds 2^60.
 
     serves: 1 or 0, the result for the previous channels.
-    forgotten: [BK], sum of the decays of all rows but the first, in bits, at most 0.
+    forgotten: [BK], sum of the decays of all rows, or of all but the first, in bits, at most 0.
     """
     return tl.where(tl.min(forgotten, 0) >= -120.0, serves, 0)
 
