@@ -175,12 +175,12 @@ def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, BT: gl.conste
     narrow = gl.zeros([BT, 32], gl.float32, of_pairs)
     j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, column_wise)))[None, :, None]
     c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, column_wise)))[None, None, :]
+    if chunks > 0:
+        mbarrier.wait(full.index(0), 0)
+    M = warpgroup_mma(ring_k.index(0), ring_k.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
     for i in range(chunks):
         slot = i % STAGES
         line = slot * LINES
-        b_k = ring_k.index(slot)
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        M = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         since = since_of(lines, line, of_chunk, BT, DECAY) * lines.index(line).load(a_row)[:, None]
         M = warpgroup_mma_wait(0, [M]) * since
         own = own_columns(M)
@@ -213,6 +213,10 @@ def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, BT: gl.conste
         high, low = store_halves(s_P, s_P_low, P)
         fence_async_shared()
         barrier()
+        later = gl.minimum(i + 1, chunks - 1)  # M of the next chunk; after the last one, its result is not used
+        b_k = ring_k.index(later % STAGES)
+        mbarrier.wait(full.index(later % STAGES), (later // STAGES) & 1)
+        M = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         T = times(high, low, s_F.slice(32, 32, 0), s_F_low.slice(32, 32, 0), narrow, left_of_pairs)
         high, low = halves_of(T, dtype)
         T = times(high, low, s_P.slice(0, 32, 0), s_P_low.slice(0, 32, 0), narrow, left_of_pairs)
@@ -229,6 +233,7 @@ def invert(ring, pairs, scratch, A, A_low, row0, A_column, chunks, BT: gl.conste
         if A is not None:
             async_store(A, [row0 + i * BT, A_column], s_A)
             async_store(A_low, [row0 + i * BT, A_column], s_A_low)
+    M = warpgroup_mma_wait(0, [M])
     if A is not None:
         tma.store_wait(0)
 
