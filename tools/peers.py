@@ -161,7 +161,8 @@ def main(folders: list[str]) -> None:
     if set(found) != set(PACKAGES):
         raise SystemExit(f"tools.peers: found {', '.join(found) or 'nothing'}, need {', '.join(PACKAGES)}")
     lines = [f'"{package}": {{"version": {json.dumps(one["version"])}, "names": [\n'
-             + ",\n".join(json.dumps(name) for name in one["names"]) + "]}" for package, one in found.items()]
+             + ",\n".join(json.dumps(name, separators=(",", ":")) for name in one["names"]) + "]}"
+             for package, one in found.items()]
     RECORD.write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
     print(f"wrote {RECORD.name}")
 

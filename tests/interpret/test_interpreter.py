@@ -36,6 +36,45 @@ def overflowing(x, y, WAY: tl.constexpr):
     tl.store(y + at, n)
 
 
+@triton.jit
+def larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def last_of_largest(x, i, y, j):
+    right = (y > x) | ((y == x) & (j > i))
+    return tl.where(right, y, x), tl.where(right, j, i)
+
+
+@triton.jit
+def reducing(x, most, value, place, AXIS: tl.constexpr):
+    at = tl.arange(0, 4)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tile = tl.load(x + at)
+    best, where = tl.reduce((tile, at), AXIS, last_of_largest)
+    to = tl.arange(0, 4 if AXIS else 8)
+    tl.store(most + to, tl.reduce(tile, AXIS, larger))
+    tl.store(most + 8, tl.reduce(tl.load(x + to), 0, larger))
+    tl.store(value + to, best)
+    tl.store(place + to, where)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reductions_with_own_functions(axis: int) -> None:
+    """NaN stays NaN, and a function of two numbers finds the last of several equal maxima."""
+    torch.manual_seed(0)
+    x = torch.randint(0, 5, (4, 8)).float()
+    most, value, place = torch.empty(9), torch.empty(8), torch.empty(8, dtype=torch.int32)
+    reducing[(1,)](x, most, value, place, axis)
+    best = x.amax(axis)
+    last = torch.where(x == best.unsqueeze(axis), torch.arange(32).view(4, 8), -1).amax(axis)
+    assert torch.equal(most[:len(best)], best) and most[8] == x[0, :len(best)].max()
+    assert torch.equal(value[:len(best)], best) and torch.equal(place[:len(best)], last.int())
+    x[2, 5] = torch.nan
+    reducing[(1,)](x, most, value, place, axis)
+    assert torch.equal(most[:len(best)].isnan(), x.isnan().any(axis))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8])
 def test_numbers_of_every_kind_and_a_function_inside(dtype: torch.dtype) -> None:
     x, y = torch.tensor([0, 1, 5, 7]).to(dtype), torch.empty(4, dtype=torch.int64)

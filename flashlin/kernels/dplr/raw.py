@@ -9,9 +9,10 @@ For KDA as its layer calls it, this kernel also normalizes q and k and computes 
 twice, because keeping it would need more registers. The lengths of k are known only after all channels. So
 products [BT, BT] are divided by them, instead of k.
 
-This kernel takes twice the time that its bytes need. It became faster with fewer instructions, but not with
-more programs at a time. So decays are relative to half the sum of all 16 tokens. If the first token were left
-out, as in the other kernels, one more sum over rows would be needed.
+This kernel takes twice the time that its bytes need. It became faster with fewer instructions. More programs
+at a time gained 2 % at most (``benchmarks/results/fewer-instructions-kda-*``). So decays are relative to half
+the sum of all 16 tokens. If the first token were left out, as in the other kernels, one more sum over rows
+would be needed.
 """
 
 from typing import Any
