@@ -57,7 +57,16 @@ from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sum
 from flashlin.kernels.gla.forward import halves, start_chunks, start_rest
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import back_by_transfers, by_transfers, own_part
-from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
+from flashlin.kernels.tile_ops import (
+    any_left,
+    beta_of,
+    first_slot,
+    put,
+    sequence_of,
+    state_offsets,
+    tile,
+    zero_gaps,
+)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
@@ -509,6 +518,16 @@ def dplr_grads_rest(
     share = program // HV % shares
     n = program // HV // shares
     first, length = sequence_of(n, bounds, T, VARLEN)
+    slot, end = first_slot(n, first, BT), length
+    if not VARLEN:
+        end = tl.where(any_left(served, slot, share, length, shares, i_h, HV, BT), length, 0)
+    for t0 in tl.range(share * BT, end, shares * BT, disable_licm=True):  # or masks would fill the registers
+        if tl.load(served + (slot + t0 // BT) * HV + i_h) == 0:
+            grads_of_chunk(
+                q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
+                dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, scale=scale, n=n, first=first, t0=t0,
+                length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, TWO_WRITES=TWO_WRITES,
+                ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
     if GAPS:
         if share == 0:
             for k0 in range(0, K, BK):
@@ -524,13 +543,6 @@ def dplr_grads_rest(
             if not TWO_WRITES:
                 for v0 in range(0, V, BV):
                     zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-    for t0 in range(share * BT, length, shares * BT):
-        if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * HV + i_h) == 0:
-            grads_of_chunk(
-                q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
-                dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, scale=scale, n=n, first=first, t0=t0,
-                length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, TWO_WRITES=TWO_WRITES,
-                ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
 
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,

@@ -57,7 +57,16 @@ from flashlin.kernels.gla.decays import sums_at, sums_read
 from flashlin.kernels.gla.forward import halves, start_chunks, sums_of_chunks
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import by_transfers, own_part
-from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
+from flashlin.kernels.tile_ops import (
+    any_left,
+    beta_of,
+    first_slot,
+    put,
+    sequence_of,
+    state_offsets,
+    tile,
+    zero_gaps,
+)
 from flashlin.kernels.triangular_inverse import inverse, merging, product
 
 
@@ -257,8 +266,11 @@ def dplr_prepare_rest(
     share = program // HV % shares
     n = program // HV // shares
     first, length = sequence_of(n, bounds, T, VARLEN)
-    for t0 in range(share * BT, length, shares * BT):
-        if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * HV + i_h) == 0:
+    slot, end = first_slot(n, first, BT), length
+    if not VARLEN:
+        end = tl.where(any_left(served, slot, share, length, shares, i_h, HV, BT), length, 0)
+    for t0 in tl.range(share * BT, end, shares * BT, disable_licm=True):  # or masks would fill the registers
+        if tl.load(served + (slot + t0 // BT) * HV + i_h) == 0:
             prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out=k_out, W=W, M=M, P=P, R=R, N_=N_,
                           T_=T_, T_low=T_low, scratch=scratch, scale=scale, n=n, first=first, t0=t0,
                           length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES,

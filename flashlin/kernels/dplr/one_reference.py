@@ -26,7 +26,7 @@ from flashlin.kernels.gla.decays import (
     sums_read,
 )
 from flashlin.kernels.gla.parts import sum_of_chunk
-from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile
+from flashlin.kernels.tile_ops import beta_of, chunk_of, first_slot, put, state_offsets, tile
 from flashlin.kernels.triangular_inverse import inverse, product
 
 
@@ -195,20 +195,11 @@ def dplr_prepare_one(
     """
     program = tl.program_id(0)
     i_h = program % HV
-    share = program // HV % S
-    n = program // HV // S
-    first, length = sequence_of(n, bounds, T, VARLEN)
-    if VARLEN:
-        for t0 in range(share * BT, length, S * BT):
-            prepare_from_reference(q, k, a, b, beta, G, q_in, a_in, b_out, k_out=k_out, W=W, M=M, P=P, R=R,
-                                   N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale,
-                                   n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT,
-                                   BK=BK, ONE=ONE, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
-                                   BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
-    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
+    n, first, length, t0 = chunk_of(program // HV, bounds, T, N, S, BT, VARLEN)
+    if t0 < length:
         prepare_from_reference(q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
                                k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
-                               served=served, scale=scale, n=n, first=first, t0=share * BT, length=length,
+                               served=served, scale=scale, n=n, first=first, t0=t0, length=length,
                                i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, TWO_WRITES=TWO_WRITES,
                                ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
                                MERGE=MERGE)
@@ -253,7 +244,7 @@ def grads_from_reference(
         b_dbeta = tl.zeros([BT], dtype=tl.float32)
         dP = tl.zeros([BT, BT], dtype=tl.float32)
         dR = tl.zeros([BT, BT], dtype=tl.float32)
-        for v0 in range(0, V, BV):
+        for v0 in tl.range(0, V, BV, disable_licm=True):
             b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_x.dtype)
             dP += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
@@ -266,7 +257,7 @@ def grads_from_reference(
         b_R = tl.where(below, dR * scale, 0.0).to(v.dtype.element_ty)
         dL = tl.zeros([BT, BT], dtype=tl.float32)
         dN = tl.zeros([BT, BT], dtype=tl.float32)
-        for v0 in range(0, V, BV):
+        for v0 in tl.range(0, V, BV, disable_licm=True):
             b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -290,12 +281,12 @@ def grads_from_reference(
             below = rows[:, None] > rows[None, :] + 1
         b_L = tl.where(below, dL, 0.0).to(v.dtype.element_ty)
         b_N = tl.where(below, dN, 0.0).to(v.dtype.element_ty)
-        for k0 in range(0, K, BK):
+        for k0 in tl.range(0, K, BK, disable_licm=True):
             # Gradients of the rows that read: q and a.
             b_dq = tl.zeros([BT, BK], dtype=tl.float32)
             b_da = tl.zeros([BT, BK], dtype=tl.float32)
             across = tl.zeros([BK], dtype=tl.float32)
-            for v0 in range(0, V, BV):
+            for v0 in tl.range(0, V, BV, disable_licm=True):
                 at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
                 h = tl.load(states + at, mask=whole, other=0.0)
                 dh = tl.load(dstates + at, mask=whole, other=0.0)
@@ -358,7 +349,7 @@ def grads_from_reference(
             # Gradients of the rows that write: b and k.
             b_db = tl.zeros([BT, BK], dtype=tl.float32)
             b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-            for v0 in range(0, V, BV):
+            for v0 in tl.range(0, V, BV, disable_licm=True):
                 at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
                 dh = tl.load(dstates + at, mask=whole, other=0.0)
                 b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -366,6 +357,9 @@ def grads_from_reference(
                 if TWO_WRITES:
                     b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                     b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+            b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO_WRITES else b_k
             b_db *= written * left[None, :]
             sent = b_b.to(tl.float32) * b_db
             y = tl.dot(tl.trans(b_P), X_q, input_precision=PRECISION)
@@ -422,19 +416,10 @@ def dplr_grads_one(
     """
     program = tl.program_id(0)
     i_h = program % HV
-    share = program // HV % S
-    n = program // HV // S
-    first, length = sequence_of(n, bounds, T, VARLEN)
-    if VARLEN:
-        for t0 in range(share * BT, length, S * BT):
-            grads_from_reference(
-                q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
-                dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, served=served,
-                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT,
-                BK=BK, BV=BV, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
-    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
+    n, first, length, t0 = chunk_of(program // HV, bounds, T, N, S, BT, VARLEN)
+    if t0 < length:
         grads_from_reference(
             q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
             dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n,
-            first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV,
+            first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV,
             TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)

@@ -32,6 +32,7 @@ WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one 
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 # The same for one decay reference. KDA has one rate for all channels, so it needs the fewest tiles.
 BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
+SMALL = Strip(32, 32, 8)  # with one writing vector and heads of 64
 TIMED = (3, 5)
 # Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
 # scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
@@ -143,36 +144,37 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     def reverse(config: Config) -> int:
         return scanning(config, 1 + config.num_stages, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
-    best = OF_TWO if two else OF_ONE
+    best = OF_TWO if two else OF_ONE if problem.K > BLOCK else SMALL
     warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED and lanes(target.arch) == 32 else 4)
-    strips = [Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)]
-    fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
-    if bytes_each == 2 and fits:
-        strips = [best, *strips, *([] if two else [best._replace(K=32)])]
-    elif bytes_each == 2 and problem.max_warps < 4:
-        strips.append(strips[0]._replace(K=16))  # with 8 warps, dense calls would spill more
+    narrow_strip = Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)
+    strips = [narrow_strip]
+    if bytes_each == 2:
+        fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
+        wider = [best._replace(K=32)] if fits and not two else []
+        strips = [*([best] if fits else []), narrow_strip, *wider, narrow_strip._replace(K=16)]
 
     def finishing(BT: int, strip: Strip) -> int:
         tiles = 4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2
         return size * tiles + 4 * BT ** 2
 
-    def grads(BT: int, strip: Strip, kernel: str = "dplr_grads") -> Launch:
-        shared = finishing(BT, strip)
-        if two and kernel == "dplr_grads_one":  # two more gradients of scores
-            shared += 2 * size * BT ** 2
-        return scans.over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V), shared,
-                                 per_chunk | narrow_grads(BT, strip), num_warps=strip.num_warps)
-
-    def strip_beside(BT: int) -> Strip:
+    def grads(BT: int, kernel: str = "dplr_grads", strips: list[Strip] = strips) -> Launch:
         good = [strip for strip in strips
                 if finishing(BT, strip) <= target.shared and not narrow_grads(BT, strip) & problem.avoid]
-        made = {grads(BT, strip): strip for strip in good or strips[-1:]}
-        return made[scans.least_spilled(list(made), target)]
+        # two more gradients of scores
+        more = 2 * size * BT ** 2 if two and kernel == "dplr_grads_one" else 0
+        return least_spilled([
+            scans.over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V), finishing(BT, strip) + more,
+                              per_chunk | narrow_grads(BT, strip), num_warps=strip.num_warps)
+            for strip in good or strips[-1:]])
+
+    def least_spilled(launches: list[Launch]) -> Launch:
+        every = [way for launch in launches for way in (launch, *scans.ways(launch, problem))]
+        return scans.least_spilled(every, target)
 
     def facts(config: Config) -> frozenset[str]:
         """Return the traits of a scan's tile, and of the score and gradient tiles for the same chunks."""
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
-        return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
+        return forward | grads(config.BT).traits & trait_set("narrow_grads") if problem.needs_grad else forward
     longest = (16 if short or (bytes_each == 4 and problem.K > 64) else
                HALVED if two and kind != "one" else BLOCK)
     # With two warps, strips of 64 columns of a state of 128 rows spill 1.2 to 2.4 KB per thread, strips of 32
@@ -188,15 +190,13 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     scan = scans.fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
 
-    def preparing(kernel: str, width: int, facts: frozenset[str] = frozenset()) -> Launch:
-        return scans.over_tokens(kernel, problem, dict(BT=BT, BK=width),
-                                 size * 4 * BT * width + 12 * BT ** 2, per_chunk | facts)
+    def preparing(kernel: str, width: int, facts: frozenset[str] = frozenset(), num_warps: int = 4) -> Launch:
+        return scans.over_tokens(kernel, problem, dict(BT=BT, BK=width), size * 4 * BT * width + 12 * BT ** 2,
+                                 per_chunk | facts, num_warps=num_warps)
 
-    def prepared(rest: str) -> Launch:
-        kinds = [preparing("dplr_prepare" + rest, width, of_tile("narrow_scores", BT, width))
-                 for width in (wide, max(16, wide // 2))]
-        every = [way for launch in kinds for way in (launch, *scans.ways(launch, problem))]
-        return scans.least_spilled(every, target)
+    def prepared(kernel: str, num_warps: int = 4) -> Launch:
+        return least_spilled([preparing(kernel, width, of_tile("narrow_scores", BT, width), num_warps)
+                              for width in (wide, max(16, wide // 2), 16)])
     if short:
         tile = dict(BT=BT, BK=min(WIDE, padded(problem.K)), BOUNDED=int(kind == "bounded"),
                     REGISTERS=168 if target.backend == "cuda" else 0)
@@ -204,15 +204,16 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         gradients = []
         scan = scans.deepest(scan, scanning, target)
     elif kind == "one":
-        strip = BY_ONE_KDA if "beta" in problem.options else BY_ONE
+        strip = BY_ONE_KDA if "beta" in problem.options else BY_ONE if problem.K > BLOCK else SMALL
         strip = Strip(min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V)),
                       min(strip.num_warps, warps))
-        preparation = [preparing("dplr_prepare_one", min(WIDE, padded(problem.K))), prepared("_rest")]
+        preparation = [preparing("dplr_prepare_one", min(WIDE, padded(problem.K))),
+                       prepared("dplr_prepare_rest", warps if two else 4)]
         overlapped = None if two else _overlapped_grads(problem, target, BT)
-        gradients = [overlapped or grads(BT, strip, "dplr_grads_one"),
-                     grads(BT, strip_beside(BT), "dplr_grads_rest")]
+        rest = [narrow_strip._replace(num_warps=warps)] if two else strips
+        gradients = [overlapped or grads(BT, "dplr_grads_one", [strip]), grads(BT, "dplr_grads_rest", rest)]
     else:
-        preparation, gradients = [prepared("")], [grads(BT, strip_beside(BT))]
+        preparation, gradients = [prepared("dplr_prepare")], [grads(BT)]
     def split(worth: int) -> int:
         return scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
     part = split(scans.WORTH) if short else 0
@@ -250,7 +251,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
             kernels.append(walk("dplr_states", single, scanning(single)))
         back = _overlapped(problem, target, part, BT, two, back=True)
         if part or not back:  # split sequences always need dplr_reverse, with ALONE
-            kernels.append(walk("dplr_reverse", single, reverse(single)))
+            more = two and problem.K > 2 * WIDE  # with 4 warps, 1.1 KB per thread would spill
+            reversing = single._replace(num_warps=warps) if more else single
+            kernels.append(walk("dplr_reverse", reversing, reverse(single)))
         kernels += [*([back] if back else []), *gradients]
     return tuple(kernels)
 

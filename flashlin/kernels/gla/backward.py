@@ -56,7 +56,15 @@ from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_grads_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
 from flashlin.kernels.sequence_split import by_decays, part_of
-from flashlin.kernels.tile_ops import first_slot, put, sequence_of, state_offsets, tile, zero_gaps
+from flashlin.kernels.tile_ops import (
+    any_left,
+    first_slot,
+    put,
+    sequence_of,
+    state_offsets,
+    tile,
+    zero_gaps,
+)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
@@ -348,8 +356,11 @@ def gla_grads_rest(
                 zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dk, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dg, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-    for t0 in range(share * BT, length, shares * BT):
-        if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * H + i_h) == 0:
+    slot, end = first_slot(n, first, BT), length
+    if not VARLEN:
+        end = tl.where(any_left(served, slot, share, length, shares, i_h, H, BT), length, 0)
+    for t0 in tl.range(share * BT, end, shares * BT, disable_licm=True):  # or masks would fill the registers
+        if tl.load(served + (slot + t0 // BT) * H + i_h) == 0:
             grads_of_chunk(q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk,
                            dg=dg, du=du, scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H,
                            K=K, V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)

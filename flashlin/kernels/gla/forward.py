@@ -46,7 +46,16 @@ from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_scores_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
 from flashlin.kernels.sequence_split import by_decays, part_of
-from flashlin.kernels.tile_ops import LOG2_E, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
+from flashlin.kernels.tile_ops import (
+    LOG2_E,
+    any_left,
+    first_slot,
+    put,
+    sequence_of,
+    state_offsets,
+    tile,
+    zero_gaps,
+)
 
 BUSY = 1024  # programs that keep a GPU busy
 # True if every chunk is halved, whatever its decays. Tests set this; they must clear the cache of
@@ -227,8 +236,11 @@ def gla_scores_rest(
     share = program // H % shares
     n = program // H // shares
     first, length = sequence_of(n, bounds, T, VARLEN)
-    for t0 in range(share * BT, length, shares * BT):
-        if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * H + i_h) == 0:
+    slot, end = first_slot(n, first, BT), length
+    if not VARLEN:
+        end = tl.where(any_left(served, slot, share, length, shares, i_h, H, BT), length, 0)
+    for t0 in tl.range(share * BT, end, shares * BT, disable_licm=True):  # or masks would fill the registers
+        if tl.load(served + (slot + t0 // BT) * H + i_h) == 0:
             for k0 in range(0, K, BK):
                 x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
                 put(G, tl.cumsum(x, 0), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -348,16 +360,18 @@ def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str,
     first = {} if "served" in x else {"ONE": not halving}
     if first:
         x["served"] = torch.empty(x["slots"], x["HV"], dtype=torch.int32, device=x["q"].device)
-    start(launch, one, x["N"] * x["S"] * x["HV"], constants | first, x)
+    programs = x["N"] * x["S"] if x["bounds"] is None else x["slots"]  # tile_ops.chunk_of
+    start(launch, one, programs * x["HV"], constants | first, x)
     start_rest(plan, rest, constants | last, x)
 
 
 def start_rest(plan: Plan, kernel: Any, constants: dict[str, Any], x: dict[str, Any]) -> None:
     """Start the kernel that computes the chunks that do not fit one decay reference, see ``start_chunks``."""
     # Few chunks remain for the kernel ``rest``, so each sequence gets only as many programs as keep a GPU
-    # busy. Packed sequences get one program per chunk, since one sequence may be as long as all others
-    # together.
-    shares = x["S"] if x["bounds"] is not None else max(1, min(x["S"], BUSY // max(1, x["N"] * x["HV"])))
+    # busy, and enough for ``any_left``. Packed sequences get one program per chunk, since one sequence may be
+    # as long as all others together.
+    shares = x["S"] if x["bounds"] is not None else max(
+        -(-x["S"] // 64), min(x["S"], BUSY // max(1, x["N"] * x["HV"])))
     programs = x["N"] * shares * x["HV"]
     start(plan.launch(kernel.fn.__name__), kernel, programs, dict(constants, shares=shares), x)
 

@@ -33,7 +33,7 @@ from flashlin.kernels.gla.decays import (
     scored,
     still_served,
 )
-from flashlin.kernels.tile_ops import first_slot, put, sequence_of, state_offsets, tile
+from flashlin.kernels.tile_ops import chunk_of, first_slot, put, state_offsets, tile
 
 
 @triton.jit
@@ -108,17 +108,10 @@ def gla_scores_one(
     """
     program = tl.program_id(0)
     i_h = program % H
-    share = program // H % S
-    n = program // H // S
-    first, length = sequence_of(n, bounds, T, VARLEN)
-    if VARLEN:
-        for t0 in range(share * BT, length, S * BT):
-            scores_from_reference(q, k, u, g, G, A, q_in, k_out, served, scale=scale, n=n, first=first, t0=t0,
-                                  length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER, ONE=ONE,
-                                  PRECISION=PRECISION)
-    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
+    n, first, length, t0 = chunk_of(program // H, bounds, T, N, S, BT, VARLEN)
+    if t0 < length:
         scores_from_reference(q=q, k=k, u=u, g=g, G=G, A=A, q_in=q_in, k_out=k_out, served=served,
-                              scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, K=K,
+                              scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, K=K,
                               BT=BT, BK=BK, EARLIER=EARLIER, ONE=ONE, PRECISION=PRECISION)
 
 
@@ -257,17 +250,9 @@ def gla_grads_one(
     """
     program = tl.program_id(0)
     i_h = program % H
-    share = program // H % S
-    n = program // H // S
-    first, length = sequence_of(n, bounds, T, VARLEN)
-    if VARLEN:
-        for t0 in range(share * BT, length, S * BT):
-            grads_from_reference(
-                q=q, k=k, v=v, u=u, do=do, g=g, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg,
-                du=du, served=served, scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, K=K,
-                V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
-    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
+    n, first, length, t0 = chunk_of(program // H, bounds, T, N, S, BT, VARLEN)
+    if t0 < length:
         grads_from_reference(
             q=q, k=k, v=v, u=u, do=do, g=g, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg,
-            du=du, served=served, scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
+            du=du, served=served, scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H,
             K=K, V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
