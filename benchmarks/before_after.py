@@ -56,6 +56,11 @@ def calls(having: str) -> list[tuple[str, Callable[[], dict[str, float]]]]:
     return [(name, partial(figures, op, shape)) for name, (op, shape) in chosen.items()]
 
 
+def ratio(row: dict[str, Any]) -> float:
+    """Return a metric of this checkout divided by that of the other one."""
+    return float(row["after"] / row["before"])
+
+
 def measured(checkout: Path, having: str) -> Rows:
     """Measure the selected calls in a new process of that checkout."""
     # Imported here and not at the top, because the child must import the other checkout's flashlin.
@@ -96,14 +101,14 @@ def main() -> None:
     for call, taken in told[after][0].items():
         for figure in taken:
             old, new = (min(run[call][figure] for run in told[checkout]) for checkout in (before, after))
-            rows.append({"call": call, "figure": figure, "before": old, "after": new, "ratio": new / old})
-    rows.sort(key=lambda row: -row["ratio"])
+            rows.append({"call": call, "figure": figure, "before": old, "after": new})
+    rows.sort(key=ratio, reverse=True)
     for row in rows:
-        print(f"{row['ratio']:6.3f} {row['before']:10.4f} -> {row['after']:10.4f}  {row['figure']:16}"
+        print(f"{ratio(row):6.3f} {row['before']:10.4f} -> {row['after']:10.4f}  {row['figure']:16}"
               f" {row['call']}")
     card_rows = [row for row in rows if row["figure"].endswith(OF_THE_CARD)]
     print(f"{len(rows)} metrics, {len(card_rows)} of them GPU times: "
-          f"{sum(row['ratio'] > NOISE for row in card_rows)} are more than {NOISE} times those before")
+          f"{sum(ratio(row) > NOISE for row in card_rows)} are more than {NOISE} times those before")
     if options.out:
         record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__,
                   "torch": torch.__version__, "date": datetime.date.today().isoformat(),

@@ -6,6 +6,7 @@
     python -m benchmarks.kernels --op chunk_rwkv7 --set dplr_grads=8,1,BK=64,BV=64
 
 --tile sets the configuration of the scans. --set sets num_warps, num_stages and the tile of one kernel.
+The result is one line for results/kernels-GPU-triton-RELEASE.jsonl, whose name tells the GPU and the release.
 """
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import triton
 
 import flashlin
 from benchmarks.calls import Shape, find, inputs, output
@@ -83,8 +83,7 @@ def main() -> None:
         parser.error(f"--set: got {', '.join(changes.keys() - times.keys())}, "
                      f"need some of {', '.join(times)}")
     print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned",
-                      "set": options.set, "decay": options.decay, "device": torch.cuda.get_device_name(),
-                      "triton": triton.__version__, "torch": torch.__version__,
+                      "set": options.set, "decay": options.decay, "torch": torch.__version__,
                       "date": datetime.date.today().isoformat(),
                       **{kernel: round(median(found), 4) for kernel, found in times.items()}},
                      separators=(",", ":")))

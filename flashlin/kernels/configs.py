@@ -93,9 +93,8 @@ def over_v(K: int, V: int, bytes_each: int, max_warps: int, target: Target) -> I
     BV = max(16, min(64, padded(V), most.state * 2 // bytes_each // BK))
     # These choices are for speed. fp32 operands need twice the registers and shared memory, so their chunks
     # are half as long. With two warps, chunks of 64 tokens spill 2 to 45 KB (compiled for sm_100 with Triton
-    # 3.6.0 and 3.9.0), and chunks of 32 almost nothing. With a strip narrower than 64, chunks of 64 need
-    # half the time of chunks of 32 on an H200, if they run at all (benchmarks/results/sweep-*). Other
-    # GPUs have not been timed.
+    # 3.6.0 and 3.9.0), and chunks of 32 almost nothing. With a strip narrower than 64, chunks of 64 were
+    # faster than chunks of 32 on an H200, if they ran at all. Other GPUs have not been timed.
     timed = min(BK, BV) >= 64 or is_hopper(target)
     longest = most.longest // 2 if bytes_each == 4 else most.longest if max_warps >= 4 and timed else 32
     for BT in (64, 32, 16):

@@ -199,7 +199,7 @@ def first_slot(n, first, BT: tl.constexpr):
 
 @triton.jit
 def chunk_of(slot, bounds, T, N, S, BT: tl.constexpr, VARLEN: tl.constexpr):
-    """Return the sequence, its first row, its length and the first token of a chunk, for one program per chunk.
+    """Return sequence, first row of the sequence, length and first token of the chunk of a program.
 
     The first token is not less than the length if the program has no chunk. Packed sequences have one program
     for each slot of ``first_slot``, so a long sequence takes no more time than short ones.
@@ -220,20 +220,6 @@ def chunk_of(slot, bounds, T, N, S, BT: tl.constexpr, VARLEN: tl.constexpr):
         first, length = sequence_of(n, bounds, T, VARLEN)
         t0 = slot % S * BT
     return n, first, length, t0
-
-
-@triton.jit
-def any_left(served, slot, share, length, shares, i_h, H, BT: tl.constexpr):
-    """Return True if one of the first 64 chunks of a program is left, so that its entry in ``served`` is 0.
-
-    All 64 are read at once, because a program that finds no chunk would otherwise wait for each entry.
-
-    served: [slots, H], int32, with entries 0 and 1; those of the sequence begin at ``slot``.
-    share, shares: the program has the chunks share, share + shares and so on, of ``length`` tokens.
-    """
-    each = share + shares * tl.arange(0, 64)
-    entries = tl.load(served + (slot + each) * H + i_h, mask=each * BT < length, other=1)
-    return tl.min(entries, 0) == 0
 
 
 @triton.jit

@@ -12,9 +12,10 @@ here, so that the result of each product is in registers as the left operand of 
 
 A group of four warps multiplies 64 rows at a time. After transposition these are columns of v, so a program
 has one group for each 64 of its columns. Two groups share q, k and A, and one multiplies while the other does
-other work. A separate warp loads the next chunks with TMA into a ring buffer of STAGES slots. It also
-computes the factors for beta and the decays, and stores them as rows of shared memory (``lines``). The kernel
-supports only whole chunks of dense sequences (``recipe.py``).
+other work. The first group computes s, the scores of q and k with their decays, for both. The barriers
+``scored`` and ``used`` guard the two buffers of s. A separate warp loads the next chunks with TMA into a ring
+buffer of STAGES slots. It also computes the factors for beta and the decays, and stores them as rows of
+shared memory (``lines``). The kernel supports only whole chunks of dense sequences (``recipe.py``).
 """
 
 from triton.experimental import gluon
@@ -42,7 +43,7 @@ def load(ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, A_column, 
     decays, G_i, 2^{G_i}, 2^{G_L - G_i} and 2^{G_L}, where G is the cumulative log2 decay.
     line: offset of the program's first token in betas and G.
     """
-    ring_q, ring_k, ring_v, ring_A, lines, full, empty = ring
+    ring_q, ring_k, ring_v, ring_A, lines, full, empty, scored, used = ring
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
         slot = i % STAGES
@@ -87,9 +88,9 @@ def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_c
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
     a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
     a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
-    ring_q, ring_k, ring_v, ring_A, lines, full, empty = ring
+    ring_q, ring_k, ring_v, ring_A, lines, full, empty, scored, used = ring
     dtype: gl.constexpr = ring_k.dtype
-    s_weights, s_o = weights_of.index(group), o_of.index(group)
+    s_o = o_of.index(group)
     v0 += group * BV
     v_column += group * BV
     causal = gl.arange(0, BT, a_row)[:, None] >= gl.arange(0, BT, a_column)[None, :]
@@ -104,9 +105,21 @@ def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_c
         slot = i % STAGES
         b_q, b_k, line = ring_q.index(slot), ring_k.index(slot), slot * LINES
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        if group == 0:  # the scores of both groups
+            scores = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+            if DECAY == 0:
+                since = gl.where(causal, 1.0, 0.0) * scale
+            else:
+                apart = lines.index(line + 1).load(a_row)[:, None] - lines.index(line + 1).load(a_column)[None, :]
+                since = gl.exp2(gl.where(causal, apart, float("-inf"))) * scale
+            scores = warpgroup_mma_wait(0, [scores])
+            mbarrier.wait(used.index(i % 2), (i // 2 & 1) ^ 1)
+            weights_of.index(i % 2).store((scores * since).to(dtype))
+            fence_async_shared()
+            barrier()  # all warps must have written before one thread signals
+            mbarrier.arrive(scored.index(i % 2), count=1)
         hk = warpgroup_mma(entered, b_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
-        hk = warpgroup_mma_wait(1, [hk])
+        hk = warpgroup_mma_wait(0, [hk])
         y = ring_v.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk).to(gl.float32)
         if DECAY == 0:
             y = y - hk
@@ -115,32 +128,22 @@ def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_c
         y = y * lines.index(line).load(a_column)[None, :]
         y = gl.convert_layout(y.to(dtype), left)
         u = warpgroup_mma(y, ring_A.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, [scores])
-        if DECAY == 0:
-            weights = gl.where(causal, scores * scale, 0.0)
-        else:
-            of_row = lines.index(line + 1).load(a_row)
-            of_column = lines.index(line + 1).load(a_column)
-            apart = gl.where(causal, of_row[:, None] - of_column[None, :], float("-inf"))
-            weights = scores * (gl.exp2(apart) * scale)
-        s_weights.store(weights.to(dtype))
-        fence_async_shared()
-        # This product starts only now, because its accumulators and those of the scores together do not fit
-        # in registers.
         out = warpgroup_mma(entered, b_q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if DECAY == 2:
+            h = h * lines.index(line + 4).load(gl.SliceLayout(1, of_state))[:, None]
         u = warpgroup_mma_wait(1, [u])
         w = u
         if DECAY == 2:
             w = u * lines.index(line + 3).load(a_column)[None, :]
-            h = h * lines.index(line + 4).load(gl.SliceLayout(1, of_state))[:, None]
         h = warpgroup_mma(gl.convert_layout(w.to(dtype), left_of_state), b_k, h, is_async=True)
+        u = gl.convert_layout(u.to(dtype), left)
         out = warpgroup_mma_wait(1, [out])
         if DECAY == 0:
             out = out * scale
         else:
             out = out * (lines.index(line + 2).load(a_column) * scale)[None, :]
-        u = gl.convert_layout(u.to(dtype), left)
-        out = warpgroup_mma(u, s_weights.permute((1, 0)), out, is_async=True)
+        mbarrier.wait(scored.index(i % 2), i // 2 & 1)
+        out = warpgroup_mma(u, weights_of.index(i % 2).permute((1, 0)), out, is_async=True)
         h = warpgroup_mma_wait(1, [h])
         entered = gl.convert_layout(h.to(dtype), left)
         out = warpgroup_mma_wait(0, [out])
@@ -150,6 +153,7 @@ def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_c
         async_store(o, [row0 + i * BT, v_column], s_o)
         barrier()  # all warps must have read the slot before one thread signals
         mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(used.index(i % 2), count=1)
     tma.store_wait(0)
     if HAS_HT:
         if leaving >= 0:
@@ -194,10 +198,11 @@ def delta_overlapped(
     ring_v = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, BT, BV], v.layout)
     ring_A = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], A.layout)
     lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    weights = gl.allocate_shared_memory(dtype, [GROUPS, BT, BT], A.layout)
+    weights = gl.allocate_shared_memory(dtype, [2, BT, BT], A.layout)
     written = gl.allocate_shared_memory(o.dtype, [GROUPS, BT, BV], o.layout)
     full, empty = barriers(STAGES, 2, GROUPS)
-    ring = (ring_q, ring_k, ring_v, ring_A, lines, full, empty)
+    scored, used = barriers(2, 1, GROUPS)
+    ring = (ring_q, ring_k, ring_v, ring_A, lines, full, empty, scored, used)
     qk_column = i_h // (HV // H) * BK
     v_column = i_h * V + v0
     # With two groups, each thread has 168 registers at entry. Registers are assigned to four warps at a time.

@@ -55,18 +55,9 @@ from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.dplr.raw import prepare_raw, sums_of_long_chunks
 from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sums_read
 from flashlin.kernels.gla.forward import halves, start_chunks, start_rest
-from flashlin.kernels.gla.parts import sum_of_chunk
+from flashlin.kernels.gla.parts import any_left, sum_of_chunk
 from flashlin.kernels.sequence_split import back_by_transfers, by_transfers, own_part
-from flashlin.kernels.tile_ops import (
-    any_left,
-    beta_of,
-    first_slot,
-    put,
-    sequence_of,
-    state_offsets,
-    tile,
-    zero_gaps,
-)
+from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])

@@ -55,18 +55,9 @@ from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.dplr.raw import add_operands, prepare_raw
 from flashlin.kernels.gla.decays import sums_at, sums_read
 from flashlin.kernels.gla.forward import halves, start_chunks, sums_of_chunks
-from flashlin.kernels.gla.parts import sum_of_chunk
+from flashlin.kernels.gla.parts import any_left, sum_of_chunk
 from flashlin.kernels.sequence_split import by_transfers, own_part
-from flashlin.kernels.tile_ops import (
-    any_left,
-    beta_of,
-    first_slot,
-    put,
-    sequence_of,
-    state_offsets,
-    tile,
-    zero_gaps,
-)
+from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
 from flashlin.kernels.triangular_inverse import inverse, merging, product
 
 

@@ -13,7 +13,7 @@ from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.plan_types import Launch, Problem, traits_of
 from flashlin.kernels import scans
-from flashlin.kernels.configs import BLOCK, Config, Strip, over_v, padded
+from flashlin.kernels.configs import BLOCK, Config, Strip, is_hopper, over_v, padded
 from flashlin.kernels.gla.recipe import halves_all, one_is_proven
 from flashlin.kernels.recurrent import recipe as recurrent
 
@@ -30,9 +30,7 @@ WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one 
 # compile 8 for Hopper (known issue reshape-outs-32). GPUs with 64 lanes per warp also use 4. There 8 warps
 # have too few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
-# The same for one decay reference. KDA has one rate for all channels, so it needs the fewest tiles.
-BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
-SMALL = Strip(32, 32, 8)  # with one writing vector and heads of 64
+SMALL = Strip(32, 32, 8)  # with one writing vector and heads of 64, on Hopper; not timed on other GPUs
 TIMED = (3, 5)
 # Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
 # scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
@@ -138,43 +136,42 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         """
         moved = 3 if target.capability >= (9, 0) else 2
         tiles = config.BT * (tall * config.BK + square * config.BT + config.BV)
-        return bytes_each * (config.num_stages * tiles + config.BK * config.BV + moved * config.BT
-                             * config.BV)
+        return bytes_each * (config.num_stages * tiles + (config.BK + moved * config.BT) * config.BV)
 
     def reverse(config: Config) -> int:
         return scanning(config, 1 + config.num_stages, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
-    best = OF_TWO if two else OF_ONE if problem.K > BLOCK else SMALL
+    small = problem.K <= BLOCK and is_hopper(target)
+    best = OF_TWO if two else SMALL if small else OF_ONE
     warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED and lanes(target.arch) == 32 else 4)
     narrow_strip = Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)
-    strips = [narrow_strip]
-    if bytes_each == 2:
-        fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
-        wider = [best._replace(K=32)] if fits and not two else []
-        strips = [*([best] if fits else []), narrow_strip, *wider, narrow_strip._replace(K=16)]
+    strips, narrowest = [narrow_strip], narrow_strip._replace(K=16)
+    fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
+    if bytes_each == 2 and fits:
+        strips = [best, narrow_strip, *([] if two else [best._replace(K=32)])]
 
     def finishing(BT: int, strip: Strip) -> int:
         tiles = 4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2
         return size * tiles + 4 * BT ** 2
 
     def grads(BT: int, kernel: str = "dplr_grads", strips: list[Strip] = strips) -> Launch:
-        good = [strip for strip in strips
-                if finishing(BT, strip) <= target.shared and not narrow_grads(BT, strip) & problem.avoid]
-        # two more gradients of scores
+        # With one decay reference and two writing vectors there are two more gradients of scores.
         more = 2 * size * BT ** 2 if two and kernel == "dplr_grads_one" else 0
-        return least_spilled([
-            scans.over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V), finishing(BT, strip) + more,
-                              per_chunk | narrow_grads(BT, strip), num_warps=strip.num_warps)
-            for strip in good or strips[-1:]])
+        good = [strip for strip in strips if finishing(BT, strip) <= target.shared
+                and not narrow_grads(BT, strip) & problem.avoid] or strips[-1:]
+        made = [scans.over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V),
+                                  finishing(BT, strip) + more, per_chunk | narrow_grads(BT, strip),
+                                  num_warps=strip.num_warps) for strip in [*good, narrowest]]
+        return scans.least_spilled([*made[:-1], *others(made[:-1]), made[-1]], target)
 
-    def least_spilled(launches: list[Launch]) -> Launch:
-        every = [way for launch in launches for way in (launch, *scans.ways(launch, problem))]
-        return scans.least_spilled(every, target)
+    def others(launches: list[Launch]) -> list[Launch]:
+        return [way for launch in launches for way in scans.ways(launch, problem)]
 
     def facts(config: Config) -> frozenset[str]:
         """Return the traits of a scan's tile, and of the score and gradient tiles for the same chunks."""
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
-        return forward | grads(config.BT).traits & trait_set("narrow_grads") if problem.needs_grad else forward
+        backward = grads(config.BT).traits & trait_set("narrow_grads") if problem.needs_grad else frozenset()
+        return forward | backward
     longest = (16 if short or (bytes_each == 4 and problem.K > 64) else
                HALVED if two and kind != "one" else BLOCK)
     # With two warps, strips of 64 columns of a state of 128 rows spill 1.2 to 2.4 KB per thread, strips of 32
@@ -195,16 +192,18 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
                                  per_chunk | facts, num_warps=num_warps)
 
     def prepared(kernel: str, num_warps: int = 4) -> Launch:
-        return least_spilled([preparing(kernel, width, of_tile("narrow_scores", BT, width), num_warps)
-                              for width in (wide, max(16, wide // 2), 16)])
+        kinds = [preparing(kernel, width, of_tile("narrow_scores", BT, width), num_warps)
+                 for width in (wide, max(16, wide // 2), 16)]
+        return scans.least_spilled([way for one in kinds for way in (one, *others([one]))], target)
     if short:
         tile = dict(BT=BT, BK=min(WIDE, padded(problem.K)), BOUNDED=int(kind == "bounded"),
                     REGISTERS=168 if target.backend == "cuda" else 0)
-        preparation = [scans.over_tokens("dplr_prepare_raw", problem, tile, 4 * 1024, per_chunk, num_warps=2)]
+        preparation = [scans.over_tokens("dplr_prepare_raw", problem, tile, 5 * 1024, per_chunk, num_warps=2)]
         gradients = []
         scan = scans.deepest(scan, scanning, target)
     elif kind == "one":
-        strip = BY_ONE_KDA if "beta" in problem.options else BY_ONE if problem.K > BLOCK else SMALL
+        # KDA has one rate for all channels, so it needs the fewest tiles.
+        strip = narrow_strip if "beta" in problem.options else SMALL if small else OF_ONE
         strip = Strip(min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V)),
                       min(strip.num_warps, warps))
         preparation = [preparing("dplr_prepare_one", min(WIDE, padded(problem.K))),
@@ -251,9 +250,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
             kernels.append(walk("dplr_states", single, scanning(single)))
         back = _overlapped(problem, target, part, BT, two, back=True)
         if part or not back:  # split sequences always need dplr_reverse, with ALONE
-            more = two and problem.K > 2 * WIDE  # with 4 warps, 1.1 KB per thread would spill
-            reversing = single._replace(num_warps=warps) if more else single
-            kernels.append(walk("dplr_reverse", reversing, reverse(single)))
+            eight = two and problem.K > 2 * WIDE and is_hopper(target)  # with 4 warps, 1.1 KB would spill
+            kernels.append(walk("dplr_reverse", single._replace(num_warps=warps) if eight else single,
+                                reverse(single)))
         kernels += [*([back] if back else []), *gradients]
     return tuple(kernels)
 

@@ -54,17 +54,9 @@ from flashlin.kernels.gla.decays import bonus_of, rows_beside, summed_after, sum
 from flashlin.kernels.gla.forward import decay_to_meeting, halves, prepare, start_chunks
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_grads_one
-from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
+from flashlin.kernels.gla.parts import any_left, gla_alone, sum_of_chunk
 from flashlin.kernels.sequence_split import by_decays, part_of
-from flashlin.kernels.tile_ops import (
-    any_left,
-    first_slot,
-    put,
-    sequence_of,
-    state_offsets,
-    tile,
-    zero_gaps,
-)
+from flashlin.kernels.tile_ops import first_slot, put, sequence_of, state_offsets, tile, zero_gaps
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])

@@ -44,18 +44,9 @@ from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.gla.decays import bonus_of, logs, sums_at, sums_read
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_scores_one
-from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
+from flashlin.kernels.gla.parts import any_left, gla_alone, sum_of_chunk
 from flashlin.kernels.sequence_split import by_decays, part_of
-from flashlin.kernels.tile_ops import (
-    LOG2_E,
-    any_left,
-    first_slot,
-    put,
-    sequence_of,
-    state_offsets,
-    tile,
-    zero_gaps,
-)
+from flashlin.kernels.tile_ops import LOG2_E, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
 
 BUSY = 1024  # programs that keep a GPU busy
 # True if every chunk is halved, whatever its decays. Tests set this; they must clear the cache of
@@ -372,8 +363,7 @@ def start_rest(plan: Plan, kernel: Any, constants: dict[str, Any], x: dict[str, 
     # as long as all others together.
     shares = x["S"] if x["bounds"] is not None else max(
         -(-x["S"] // 64), min(x["S"], BUSY // max(1, x["N"] * x["HV"])))
-    programs = x["N"] * shares * x["HV"]
-    start(plan.launch(kernel.fn.__name__), kernel, programs, dict(constants, shares=shares), x)
+    start(plan.launch(kernel.fn.__name__), kernel, x["N"] * shares * x["HV"], dict(constants, shares=shares), x)
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:

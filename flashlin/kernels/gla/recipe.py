@@ -125,5 +125,4 @@ SPECS = (over_heads(
         Op("gla", "gla", "auto"),
         Op("chunk_rwkv6", "rwkv6", "chunk", ("u",)),
         Op("fused_recurrent_rwkv6", "rwkv6", "fused_recurrent", ("before", "bonus", "gk"),
-           family="recurrent"),
-        Op("rwkv6", "rwkv6", "auto", ("u",)))),)
+           family="recurrent"), Op("rwkv6", "rwkv6", "auto", ("u",)))),)

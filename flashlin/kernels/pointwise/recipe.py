@@ -90,5 +90,4 @@ SPECS = (
            limits=_LIMITS),
     # These kernels belong to the scans of Mamba2 and Mamba-3, whose ops plan them.
     Family(SCALE, launches, axes=_AXES, limits=_LIMITS),
-    Family(SKIP, launches, axes=_AXES),
-    Family(READ, launches, axes=_AXES, limits=_LIMITS))
+    Family(SKIP, launches, axes=_AXES), Family(READ, launches, axes=_AXES, limits=_LIMITS))

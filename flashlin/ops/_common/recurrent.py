@@ -306,8 +306,7 @@ OPERATOR = Operator(
     cast=_cast, while_tracing=lambda x, how: traced_over_heads(x, how, "fused_recurrent"),
     # A traced loop over tokens or chunks would be unrolled, and bounds cannot be read during tracing.
     inside=lambda x: x.q.shape[1] > 1 or x.bounds is not None,
-    forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
-    empty=_empty)
+    forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward, empty=_empty)
 
 
 class InPlace(NamedTuple):

@@ -65,8 +65,7 @@ def linear_reference(
     reduction: str = "mean",
     use_l2warp: bool = False, l2_penalty_factor: float = 1e-4,
     ignore_index: int = -100,
-    **terms: Any,
-) -> Tensor:
+    **terms: Any) -> Tensor:
     """Compute the loss of a linear layer in float64, with the L2 penalty on the largest logits.
 
     The penalty changes the gradient, but not the value of the loss.

@@ -87,8 +87,7 @@ for _norm in (_layer, _rms, _l2):
 CASES += [_layer("many-heads", shape=(20000, 64)), _rms("many-rows", shape=(300, 5000))]
 CASES += [_layer("shifted", kind="shifted"),
           _layer("shifted-wide", kind="shifted", shape=(2, 20000)),
-          _layer("is-rms-norm", {"is_rms_norm": True}),
-          _l2("fp32-out", {"output_dtype": torch.float32})]
+          _layer("is-rms-norm", {"is_rms_norm": True}), _l2("fp32-out", {"output_dtype": torch.float32})]
 for _norm in (_layer, _rms):
     CASES += [_norm("no-weight", weight="", bias=""), _norm("no-bias", bias=""),
               _norm("only-bias", weight=""), _norm("fp32-weight", weight="float32", bias="float32"),

@@ -33,8 +33,7 @@ def reference(
     linear_weight: Tensor, linear_bias: Tensor | None = None,
     norm_weight: Tensor | None = None, norm_bias: Tensor | None = None,
     prenorm: bool = False,
-    **given: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+    **given: Any) -> Tensor | tuple[Tensor, Tensor]:
     """Compute a norm and the linear layer after it in float64."""
     y, total = norm.reference(**given, weight=norm_weight, bias=norm_bias, prenorm=True)
     out = F.linear(y, linear_weight, linear_bias)

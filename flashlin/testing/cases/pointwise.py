@@ -55,25 +55,20 @@ CASES: list[Case] = [_any("random", quick=True) for _any in OPS]
 CASES += [_any("fp32-parameters", parameters="float32") for _any in OPS]
 CASES += [_gdn("no-bias", without=("dt_bias",)), _gdn("far", far=10.0),
           _gdn("flat", B=None, T=None), _gdn("one-head", H=1, B=None, T=300),
-          _gdn("many-heads", H=2100, B=None, T=5),
-          _gdn("many-rows", H=32, T=1500)]
+          _gdn("many-heads", H=2100, B=None, T=5), _gdn("many-rows", H=32, T=1500)]
 CASES += [_kda("bounded", BOUND),
           _kda("bounded-far", {"lower_bound": -0.5}, far=10.0),
           _kda("bare", without=("A_log", "dt_bias")),
           _kda("no-A", without=("A_log",)),
           _kda("bounded-no-A", BOUND, without=("A_log",)),
           _kda("no-bias", without=("dt_bias",)), _kda("far", far=10.0),
-          _kda("wide", H=8, K=128, B=1, T=40),
-          _kda("strips", H=3, K=700, B=None, T=7)]
+          _kda("wide", H=8, K=128, B=1, T=40), _kda("strips", H=3, K=700, B=None, T=7)]
 CASES += [_mix("five", without=("xg",)),
           _mix("flat-parameters", one=None), _mix("D=1", D=1),
-          _mix("D=2500", D=2500, T=3),
-          _mix("one-token", B=3, T=1)]
+          _mix("D=2500", D=2500, T=3), _mix("one-token", B=3, T=1)]
 CASES += [_key("D=1", D=1), _key("D=2500", D=2500, T=3),
-          _key("one-token", B=3, T=1),
-          _key("many-rows", B=1, T=1500, D=32)]
+          _key("one-token", B=3, T=1), _key("many-rows", B=1, T=1500, D=32)]
 CASES += [_correction(f"D={D}", K=D, T=9) for D in (1, 64, 100, 300, 2100)]
 CASES += [_correction("one-head", H=1),
           _correction("many-heads", H=40, K=8, T=5),
-          _correction("one-token", B=3, T=1),
-          _correction("many-rows", B=1, T=1200, H=2, K=8)]
+          _correction("one-token", B=3, T=1), _correction("many-rows", B=1, T=1200, H=2, K=8)]

@@ -120,8 +120,7 @@ CASES: list[Case] = [
     _gated("packed", {"scale": -0.7}, g="random", gk="random", edges=PACKED),
     _gated("segments-packed", g="random", edges=(0, 65, 67), K=16, V=16),
     _gated("one-token", **G, T=1), _gated("ungated", of_beta="V"),
-    _gated("wide", L2, **G, B=1, T=3, K=128, V=128),
-    _gated("widest", L2, **G, B=1, T=2, K=512, V=40)]
+    _gated("wide", L2, **G, B=1, T=3, K=128, V=128), _gated("widest", L2, **G, B=1, T=2, K=512, V=40)]
 _inference = _gated._replace(constant=INFERENCE)
 CASES += [
     _inference("inference", INSIDE, **ALL_GATES, raw=True, keys="raw", H=1, HV=2, T=6, V=40),
@@ -215,8 +214,7 @@ def _public(op: str, given: Collection[str], names: Mapping[str, str] = MappingP
     inputs = renamed(OTHERS, initial_state="h0", **{ours: theirs for theirs, ours in names.items()})
     make = _other_make.but(inputs=inputs)
     return Op(op, make.having(given=[names.get(name, name) for name in given], unsigned=formula is _unsigned),
-              partial(sequences.outputs, formula, names, **options),
-              {**TOLERANCES, "du": 0.02, "dw": 0.02})
+              partial(sequences.outputs, formula, names, **options), {**TOLERANCES, "du": 0.02, "dw": 0.02})
 
 
 REVERSE = {"reverse": True}

@@ -37,8 +37,7 @@ def outputs(
     state_v_first: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
     lower_bound: float | None = None,
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-    **given: Any,
-) -> tuple[Tensor, Tensor]:
+    **given: Any) -> tuple[Tensor, Tensor]:
     """Return (o, final states) of an op in float64.
 
     It applies the op's options before and after its recurrence, without any code of the op itself.
