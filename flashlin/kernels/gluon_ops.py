@@ -20,8 +20,8 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr, READERS: gl.constexpr):
     """Return the barriers ``full`` and ``empty`` of a ring, one of each per slot.
 
-    ARRIVALS: 1 for the bytes of TMA, or 2 if the loading warp also writes to the slot. READERS: groups that
-    read a slot.
+    ARRIVALS: 1 for the bytes of TMA or for a group that writes to the slot, 2 if the loading warp also writes
+    to it. READERS: groups that read a slot.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

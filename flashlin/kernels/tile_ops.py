@@ -202,7 +202,7 @@ def chunk_of(slot, bounds, T, N, S, BT: tl.constexpr, VARLEN: tl.constexpr):
     """Return sequence, first row of the sequence, length and first token of the chunk of a program.
 
     The first token is not less than the length if the program has no chunk. Packed sequences have one program
-    for each slot of ``first_slot``, so a long sequence takes no more time than short ones.
+    for each slot of ``first_slot``, so a long sequence has as many programs as chunks.
 
     slot: number of the program among those of one head. S: chunks per sequence, if these are not packed.
     """

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import flashlin
 from flashlin.kernels.delta.reference import recurrence as recurrence_of_keys
 from flashlin.kernels.dplr.reference import erasing, recurrence
 from flashlin.kernels.gla import forward
+from flashlin.kernels.tile_ops import chunk_of
 from flashlin.ops._common import arguments
 from tests import one_reference
 from tests.share import WHOLE
@@ -83,3 +86,24 @@ def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.
         found.append({"o": o.detach(), **{name: x.grad for name, x in leaves.items()}})
     for name, expected in found[1].items():
         torch.testing.assert_close(found[0][name].double(), expected.double(), rtol=1e-4, atol=1e-4, msg=name)
+
+
+@triton.jit
+def _find(bounds, found, T, N, S, BT: tl.constexpr, VARLEN: tl.constexpr):
+    slot = tl.program_id(0)
+    n, first, length, t0 = chunk_of(slot, bounds, T, N, S, BT, VARLEN)
+    tl.store(found + slot * 3, n)
+    tl.store(found + slot * 3 + 1, first)
+    tl.store(found + slot * 3 + 2, tl.where(t0 < length, t0, -1))
+
+
+@pytest.mark.parametrize("gap", [0, 37])
+@pytest.mark.parametrize("longest", [3, 60])
+def test_each_chunk_of_many_packed_sequences_has_one_program(longest: int, gap: int) -> None:
+    lengths = torch.randint(0, longest + 1, (300,), generator=torch.Generator().manual_seed(longest))
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]) + gap
+    T, N = int(bounds[-1]) + gap, len(lengths)
+    found = torch.full((T // 16 + N + 1, 3), -2)
+    _find[(len(found),)](bounds, found, T, N, 1, 16, True)
+    wanted = [(n, int(bounds[n]), t0) for n in range(N) for t0 in range(0, int(lengths[n]), 16)]
+    assert [tuple(row) for row in found.tolist() if row[2] >= 0] == wanted

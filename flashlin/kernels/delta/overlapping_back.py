@@ -7,8 +7,8 @@ next one:
     dy^T = du^T A   (the rounding of both operands is compensated)
     dh^T = e^{G_L} dh^T + (do^T scale e^G) q - (dy^T beta e^G) k
 
-with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i. The gradient of the state after a chunk is stored
-while the products of the chunk run.
+with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i. Here each group computes s itself. The gradient of the
+state after a chunk is stored while the products of the chunk run.
 """
 
 from triton.experimental import gluon

@@ -106,7 +106,8 @@ def _overlapped(problem: Problem, target: Target, part: int, back: bool = False)
     slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
     written = 2 * BV * (BT + K) if back else 4 * BT * BV
     stages = STAGES_BACK if back else scans.STAGES
-    shared = stages * slot + groups * written + 4 * BT * BT + 1024
+    scores = 2 * BT * BT * (groups if back else 2)
+    shared = stages * slot + groups * written + scores + 1024
     return scans.overlapped("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
                             {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
 

@@ -30,7 +30,7 @@ WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one 
 # compile 8 for Hopper (known issue reshape-outs-32). GPUs with 64 lanes per warp also use 4. There 8 warps
 # have too few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
-SMALL = Strip(32, 32, 8)  # with one writing vector and heads of 64, on Hopper; not timed on other GPUs
+SMALL = Strip(32, 32, 8)  # with one writing vector and heads of up to 64, on Hopper; not timed on other GPUs
 TIMED = (3, 5)
 # Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
 # scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
@@ -162,7 +162,8 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         made = [scans.over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V),
                                   finishing(BT, strip) + more, per_chunk | narrow_grads(BT, strip),
                                   num_warps=strip.num_warps) for strip in [*good, narrowest]]
-        return scans.least_spilled([*made[:-1], *others(made[:-1]), made[-1]], target)
+        last = [] if narrow_grads(BT, narrowest) & problem.avoid else made[-1:]  # more steps, for registers
+        return scans.least_spilled([*made[:-1], *others(made[:-1]), *last], target)
 
     def others(launches: list[Launch]) -> list[Launch]:
         return [way for launch in launches for way in scans.ways(launch, problem)]
@@ -193,7 +194,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
 
     def prepared(kernel: str, num_warps: int = 4) -> Launch:
         kinds = [preparing(kernel, width, of_tile("narrow_scores", BT, width), num_warps)
-                 for width in (wide, max(16, wide // 2), 16)]
+                 for width in dict.fromkeys((wide, max(16, wide // 2), 16))]
         return scans.least_spilled([way for one in kinds for way in (one, *others([one]))], target)
     if short:
         tile = dict(BT=BT, BK=min(WIDE, padded(problem.K)), BOUNDED=int(kind == "bounded"),
@@ -203,7 +204,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         scan = scans.deepest(scan, scanning, target)
     elif kind == "one":
         # KDA has one rate for all channels, so it needs the fewest tiles.
-        strip = narrow_strip if "beta" in problem.options else SMALL if small else OF_ONE
+        strip = narrow_strip if "beta" in problem.options else SMALL if small and not two else OF_ONE
         strip = Strip(min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V)),
                       min(strip.num_warps, warps))
         preparation = [preparing("dplr_prepare_one", min(WIDE, padded(problem.K))),

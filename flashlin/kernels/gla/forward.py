@@ -359,8 +359,8 @@ def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str,
 def start_rest(plan: Plan, kernel: Any, constants: dict[str, Any], x: dict[str, Any]) -> None:
     """Start the kernel that computes the chunks that do not fit one decay reference, see ``start_chunks``."""
     # Few chunks remain for the kernel ``rest``, so each sequence gets only as many programs as keep a GPU
-    # busy, and enough for ``any_left``. Packed sequences get one program per chunk, since one sequence may be
-    # as long as all others together.
+    # busy, and enough for ``any_left``. Packed sequences get as many programs together as there are chunks,
+    # divided evenly among the sequences.
     shares = x["S"] if x["bounds"] is not None else max(
         -(-x["S"] // 64), min(x["S"], BUSY // max(1, x["N"] * x["HV"])))
     start(plan.launch(kernel.fn.__name__), kernel, x["N"] * shares * x["HV"], dict(constants, shares=shares), x)

@@ -12,9 +12,10 @@ from flashlin.kernels.tile_ops import state_offsets, tile
 
 @triton.jit
 def any_left(served, slot, share, length, shares, i_h, H, BT: tl.constexpr):
-    """Return True if one of the first 64 chunks of a program is left, so that its entry in ``served`` is 0.
+    """Return True if one of the chunks of a program is left, which means that its entry in ``served`` is 0.
 
-    All 64 are read at once, because a program that finds no chunk would otherwise wait for each entry.
+    A program has at most 64 chunks. All are read at once, because a program that finds no chunk would
+    otherwise wait for each entry.
 
     served: [slots, H], int32, with entries 0 and 1; those of the sequence begin at ``slot``.
     share, shares: the program has the chunks share, share + shares and so on, of ``length`` tokens.

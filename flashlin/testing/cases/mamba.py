@@ -128,8 +128,7 @@ def layer_reference(
     *,
     headdim: int, ngroups: int,
     rmsnorm_eps: float, activation: str | None = "silu",
-    norm_before_gate: bool = True,
-) -> tuple[Tensor, Tensor]:
+    norm_before_gate: bool = True) -> tuple[Tensor, Tensor]:
     """Compute Mamba2's fused layer in float64: convolution, scan, norm, gates and projection."""
     dim, G, heads = len(D) * (D.shape[1] if D.ndim == 2 else headdim), ngroups, len(D)
     states = len(conv1d_weight) - dim  # columns of B and C together
@@ -179,8 +178,7 @@ make_fn = Maker(
 def fn_reference(
     x: Tensor, weight: Tensor,
     bias: Tensor | None = None, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
-    activation: str | None = "silu", return_final_states: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    activation: str | None = "silu", return_final_states: bool = True) -> tuple[Tensor, Tensor | None]:
     """Compute causal_conv1d_fn in float64: y, and the final states if they are requested."""
     y = convolved(x.mT, weight, bias, initial_states, seq_idx, activation).mT
     before = x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if initial_states is None else initial_states
@@ -310,8 +308,7 @@ def norm_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, z: Tensor | None = None,
     *,
     kind: str, is_rms_norm: bool = False, group_size: int | None = None,
-    eps: float = 1e-6, norm_before_gate: bool = True,
-) -> Tensor:
+    eps: float = 1e-6, norm_before_gate: bool = True) -> Tensor:
     """Compute a gated norm in float64.
 
     kind: ``rms`` or ``layer``, the kind of the op.

@@ -52,8 +52,7 @@ def reference(
     *,
     kind: str, eps: float,
     num_groups: int = 1, activation: str = "swish", is_rms_norm: bool = False,
-    prenorm: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    prenorm: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Compute a norm in float64; with ``prenorm``, also return the sum of x and the residual.
 
     kind: ``layer``, ``rms`` or ``l2``, the kind of the op.
