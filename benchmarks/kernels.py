@@ -83,7 +83,7 @@ def main() -> None:
         parser.error(f"--set: got {', '.join(changes.keys() - times.keys())}, "
                      f"need some of {', '.join(times)}")
     print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned",
-                      "set": options.set, "decay": options.decay, "torch": torch.__version__,
+                      **({"set": options.set} if options.set else {}), "decay": options.decay, "torch": torch.__version__,
                       "date": datetime.date.today().isoformat(),
                       **{kernel: round(median(found), 4) for kernel, found in times.items()}},
                      separators=(",", ":")))

@@ -7,8 +7,8 @@ functions of ``warp_specialize`` run as threads.
 
 On a GPU, asynchronous work (TMA and products) happens at any time between its start and the wait for it. Here
 a random generator decides each time if it happens at its start or at the wait. Threads sleep at random times
-after they arrive at a barrier. So a missing wait, or a slot that is overwritten too early, gives wrong
-results for some seeds. Shared memory begins as NaN, or as -1 for integers. These faults raise an error:
+before they wait and after they arrive at a barrier, some threads longer than others. So a missing wait, or a
+slot that is overwritten too early, gives wrong results or no end for some seeds. Shared memory begins as NaN, or as -1 for integers. These faults raise an error:
 
 - A product is used before its wait, except as the accumulator of another product.
 - Asynchronous work reads shared memory that a thread wrote without a fence.
@@ -136,8 +136,7 @@ class Barrier:
             if self.missing < 0:
                 raise RuntimeError("too many arrivals at a barrier")
             self.settle()
-        if _own.draw.random() < 0.2:
-            time.sleep(0.003)
+        _pause()
 
     def load(self) -> None:
         """Finish the loads that have started."""
@@ -153,6 +152,7 @@ class Barrier:
         return self.phase != phase or _own.program.failed
 
     def wait(self, phase: int) -> None:
+        _pause()
         if phase not in (0, 1):
             raise ValueError(f"phase: got {phase}, need 0 or 1")
         with self.changed:
@@ -353,8 +353,15 @@ def _specialize(functions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]
         raise errors[0]
 
 
+def _pause() -> None:
+    """Sleep at random. Threads differ in how long, so that one may fall some chunks behind the others."""
+    if _own.draw.random() < 0.2:
+        time.sleep(_own.pause)
+
+
 def _begin(program: Program, seed: Any) -> None:
     _own.program, _own.draw = program, random.Random(seed)
+    _own.pause = _own.draw.choice((0.001, 0.003, 0.03))
     _own.products, _own.stores = [], []
 
 

@@ -107,3 +107,20 @@ def test_each_chunk_of_many_packed_sequences_has_one_program(longest: int, gap: 
     _find[(len(found),)](bounds, found, T, N, 1, 16, True)
     wanted = [(n, int(bounds[n]), t0) for n in range(N) for t0 in range(0, int(lengths[n]), 16)]
     assert [tuple(row) for row in found.tolist() if row[2] >= 0] == wanted
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in matmul:RuntimeWarning")
+@pytest.mark.alternate
+def test_a_program_of_the_second_kernel_has_at_most_64_chunks(halve: Callable[[bool], None],
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """``any_left`` reads the flags of 64 chunks, so more chunks need more programs."""
+    monkeypatch.setattr(forward, "BUSY", 1)
+    T = 66 * 32
+    q, k, v = (torch.randn(1, T, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    g = torch.full_like(q, -0.01)
+    g[:, -32:] = -20.0  # only the last chunk of 32 tokens does not fit
+    outputs = []
+    for halving in (False, True):
+        halve(halving)
+        outputs.append(flashlin.chunk_gla(q, k, v, g)[0])
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)

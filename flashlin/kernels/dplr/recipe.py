@@ -30,7 +30,9 @@ WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one 
 # compile 8 for Hopper (known issue reshape-outs-32). GPUs with 64 lanes per warp also use 4. There 8 warps
 # have too few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
-SMALL = Strip(32, 32, 8)  # with one writing vector and heads of up to 64, on Hopper; not timed on other GPUs
+# With one writing vector and heads of up to 64 (benchmarks/results/chunk-programs-*). It was timed on Hopper
+# only, so other GPUs keep OF_ONE.
+SMALL = Strip(32, 32, 8)
 TIMED = (3, 5)
 # Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
 # scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
@@ -162,7 +164,8 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         made = [scans.over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V),
                                   finishing(BT, strip) + more, per_chunk | narrow_grads(BT, strip),
                                   num_warps=strip.num_warps) for strip in [*good, narrowest]]
-        last = [] if narrow_grads(BT, narrowest) & problem.avoid else made[-1:]  # more steps, for registers
+        # The narrowest tile needs the most steps and the fewest registers, so it is the last candidate.
+        last = [] if narrow_grads(BT, narrowest) & problem.avoid else made[-1:]
         return scans.least_spilled([*made[:-1], *others(made[:-1]), *last], target)
 
     def others(launches: list[Launch]) -> list[Launch]:
@@ -199,6 +202,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     if short:
         tile = dict(BT=BT, BK=min(WIDE, padded(problem.K)), BOUNDED=int(kind == "bounded"),
                     REGISTERS=168 if target.backend == "cuda" else 0)
+        # Triton 3.8 needs 4,608 bytes of shared memory, earlier releases at most 4,096.
         preparation = [scans.over_tokens("dplr_prepare_raw", problem, tile, 5 * 1024, per_chunk, num_warps=2)]
         gradients = []
         scan = scans.deepest(scan, scanning, target)
@@ -210,6 +214,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         preparation = [preparing("dplr_prepare_one", min(WIDE, padded(problem.K))),
                        prepared("dplr_prepare_rest", warps if two else 4)]
         overlapped = None if two else _overlapped_grads(problem, target, BT)
+        # For two writing vectors, 8 warps and narrow tiles were the fastest if no chunk fits.
         rest = [narrow_strip._replace(num_warps=warps)] if two else strips
         gradients = [overlapped or grads(BT, "dplr_grads_one", [strip]), grads(BT, "dplr_grads_rest", rest)]
     else:

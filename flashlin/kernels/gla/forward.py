@@ -351,7 +351,7 @@ def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str,
     first = {} if "served" in x else {"ONE": not halving}
     if first:
         x["served"] = torch.empty(x["slots"], x["HV"], dtype=torch.int32, device=x["q"].device)
-    programs = x["N"] * x["S"] if x["bounds"] is None else x["slots"]  # tile_ops.chunk_of
+    programs = x["N"] * x["S"] if x["bounds"] is None else x["slots"]  # see tile_ops.chunk_of
     start(launch, one, programs * x["HV"], constants | first, x)
     start_rest(plan, rest, constants | last, x)
 
@@ -363,7 +363,8 @@ def start_rest(plan: Plan, kernel: Any, constants: dict[str, Any], x: dict[str, 
     # divided evenly among the sequences.
     shares = x["S"] if x["bounds"] is not None else max(
         -(-x["S"] // 64), min(x["S"], BUSY // max(1, x["N"] * x["HV"])))
-    start(plan.launch(kernel.fn.__name__), kernel, x["N"] * shares * x["HV"], dict(constants, shares=shares), x)
+    programs = x["N"] * shares * x["HV"]
+    start(plan.launch(kernel.fn.__name__), kernel, programs, dict(constants, shares=shares), x)
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
