@@ -7,6 +7,7 @@
 
 --tile sets the configuration of the scans. --set sets num_warps, num_stages and the tile of one kernel.
 The result is one line for results/kernels-GPU-triton-RELEASE.jsonl, whose name tells the GPU and the release.
+A line without tile and set is of the planned configuration.
 """
 from __future__ import annotations
 
@@ -82,8 +83,10 @@ def main() -> None:
     if changes.keys() - times.keys():
         parser.error(f"--set: got {', '.join(changes.keys() - times.keys())}, "
                      f"need some of {', '.join(times)}")
-    print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned",
-                      **({"set": options.set} if options.set else {}), "decay": options.decay, "torch": torch.__version__,
+    chosen = {"tile": options.tile, "set": options.set}
+    print(json.dumps({"op": options.op, "shape": options.shape,
+                      **{name: one for name, one in chosen.items() if one},
+                      "decay": options.decay, "torch": torch.__version__,
                       "date": datetime.date.today().isoformat(),
                       **{kernel: round(median(found), 4) for kernel, found in times.items()}},
                      separators=(",", ":")))

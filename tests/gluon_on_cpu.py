@@ -8,7 +8,8 @@ functions of ``warp_specialize`` run as threads.
 On a GPU, asynchronous work (TMA and products) happens at any time between its start and the wait for it. Here
 a random generator decides each time if it happens at its start or at the wait. Threads sleep at random times
 before they wait and after they arrive at a barrier, some threads longer than others. So a missing wait, or a
-slot that is overwritten too early, gives wrong results or no end for some seeds. Shared memory begins as NaN, or as -1 for integers. These faults raise an error:
+slot that is overwritten too early, gives wrong results or no end for some seeds. Shared memory begins as NaN,
+or as -1 for integers. These faults raise an error:
 
 - A product is used before its wait, except as the accumulator of another product.
 - Asynchronous work reads shared memory that a thread wrote without a fence.
