@@ -202,19 +202,23 @@ def chunk_of(slot, bounds, T, N, S, BT: tl.constexpr, VARLEN: tl.constexpr):
     """Return sequence, first row of the sequence, length and first token of the chunk of a program.
 
     The first token is not less than the length if the program has no chunk. Packed sequences have one program
-    for each slot of ``first_slot``, so a long sequence has as many programs as chunks.
+    for each slot of ``first_slot``, so a long sequence has as many programs as chunks. A step of the search
+    reads 256 bounds at once and keeps the sequences between two of them.
 
     slot: number of the program among those of one head. S: chunks per sequence, if these are not packed.
     """
     if VARLEN:
-        n = -1
-        for m in range(0, N, 256):
-            each = m + tl.arange(0, 256)
+        n, count = 0, N
+        while count > 1:
+            step = (count + 255) // 256
+            each = n + step * tl.arange(0, 256)
             begin = tl.load(bounds + each, mask=each < N, other=0)
-            n += tl.sum(((each < N) & (begin // BT + each <= slot)).to(tl.int32), 0)
-        first, length = sequence_of(tl.maximum(n, 0), bounds, T, VARLEN)
+            before = (each < N) & (begin // BT + each <= slot)
+            n += step * (tl.maximum(tl.sum(before.to(tl.int32), 0), 1) - 1)
+            count = step
+        first, length = sequence_of(n, bounds, T, VARLEN)
         t0 = (slot - first_slot(n, first, BT)).to(tl.int32) * BT
-        t0 = tl.where(n < 0, length, t0)
+        t0 = tl.where(t0 < 0, length, t0)  # the slot is before the first sequence
     else:
         n = slot // S
         first, length = sequence_of(n, bounds, T, VARLEN)

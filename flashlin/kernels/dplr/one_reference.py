@@ -244,7 +244,7 @@ def grads_from_reference(
         b_dbeta = tl.zeros([BT], dtype=tl.float32)
         dP = tl.zeros([BT, BT], dtype=tl.float32)
         dR = tl.zeros([BT, BT], dtype=tl.float32)
-        for v0 in tl.range(0, V, BV, disable_licm=True):
+        for v0 in tl.range(0, V, BV, disable_licm=TWO_WRITES):
             b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_x.dtype)
             dP += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
@@ -257,7 +257,7 @@ def grads_from_reference(
         b_R = tl.where(below, dR * scale, 0.0).to(v.dtype.element_ty)
         dL = tl.zeros([BT, BT], dtype=tl.float32)
         dN = tl.zeros([BT, BT], dtype=tl.float32)
-        for v0 in tl.range(0, V, BV, disable_licm=True):
+        for v0 in tl.range(0, V, BV, disable_licm=TWO_WRITES):
             b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -286,7 +286,7 @@ def grads_from_reference(
             b_dq = tl.zeros([BT, BK], dtype=tl.float32)
             b_da = tl.zeros([BT, BK], dtype=tl.float32)
             across = tl.zeros([BK], dtype=tl.float32)
-            for v0 in tl.range(0, V, BV, disable_licm=True):
+            for v0 in tl.range(0, V, BV, disable_licm=TWO_WRITES):
                 at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
                 h = tl.load(states + at, mask=whole, other=0.0)
                 dh = tl.load(dstates + at, mask=whole, other=0.0)
@@ -349,7 +349,7 @@ def grads_from_reference(
             # Gradients of the rows that write: b and k.
             b_db = tl.zeros([BT, BK], dtype=tl.float32)
             b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-            for v0 in tl.range(0, V, BV, disable_licm=True):
+            for v0 in tl.range(0, V, BV, disable_licm=TWO_WRITES):
                 at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
                 dh = tl.load(dstates + at, mask=whole, other=0.0)
                 b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -357,9 +357,10 @@ def grads_from_reference(
                 if TWO_WRITES:
                     b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                     b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
-            b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-            b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO_WRITES else b_k
+            if TWO_WRITES:  # loaded again, because they would fill the registers meanwhile
+                b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+                b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+                b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             b_db *= written * left[None, :]
             sent = b_b.to(tl.float32) * b_db
             y = tl.dot(tl.trans(b_P), X_q, input_precision=PRECISION)

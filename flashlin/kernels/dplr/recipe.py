@@ -26,14 +26,17 @@ WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one 
 
 
 # Tiles of the gradients' kernel in 16 bits, with one and with two writing vectors: the fastest on an H200
-# with Triton 3.6.0 (benchmarks/results/kernels-*). Releases before TIMED use 4 warps, since 3.2 cannot
-# compile 8 for Hopper (known issue reshape-outs-32). GPUs with 64 lanes per warp also use 4. There 8 warps
-# have too few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
+# with Triton 3.6.0 (benchmarks/results/kernels-*). Releases before TIMED use 4 warps, except on Hopper from
+# 3.3 on; 3.2 cannot compile 8 there (known issue reshape-outs-32). GPUs with 64 lanes per warp also use 4.
+# There 8 warps have too few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
-# With one writing vector and heads of up to 64 (benchmarks/results/chunk-programs-*). It was timed on Hopper
-# only, so other GPUs keep OF_ONE.
-SMALL = Strip(32, 32, 8)
-TIMED = (3, 5)
+# Only timed on Hopper (benchmarks/results/chunk-programs-* and halved-tiles-*): heads of up to 64 with one
+# writing vector, and halved chunks with two. Before 3.5, OF_ONE spills 1.7 KB on Hopper, and SMALL nothing.
+SMALL, HALF = Strip(32, 32, 8), Strip(16, 64, 4)
+TIMED, EIGHT_WARPS = (3, 5), (3, 3)
+# Releases with which halved chunks of 64 tokens of packed sequences spill 1.1 to 2.6 KB, by compute capability
+# (compiled). Their tiles are chosen for chunks of 32.
+PACKED_SPILLS = {(8, 0): ((3, 3), (3, 4)), (8, 7): ((3, 3), (3, 4)), (9, 0): ((3, 2), (3, 9))}
 # Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
 # scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
 # for segments of LONG tokens or more.
@@ -143,9 +146,16 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     def reverse(config: Config) -> int:
         return scanning(config, 1 + config.num_stages, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
-    small = problem.K <= BLOCK and is_hopper(target)
-    best = OF_TWO if two else SMALL if small else OF_ONE
-    warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED and lanes(target.arch) == 32 else 4)
+    hopper, version = is_hopper(target), release(target.triton)
+    small = problem.K <= BLOCK and hopper
+    eight = lanes(target.arch) == 32 and version >= (EIGHT_WARPS if hopper else TIMED)
+    warps = min(problem.max_warps, 8 if eight else 4)
+    if two:
+        best = HALF if hopper else OF_TWO
+    elif hopper and version < EIGHT_WARPS:
+        best = HALF._replace(V=32)
+    else:
+        best = SMALL if small or (hopper and version < TIMED) else OF_ONE
     narrow_strip = Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)
     strips, narrowest = [narrow_strip], narrow_strip._replace(K=16)
     fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
@@ -176,12 +186,15 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         backward = grads(config.BT).traits & trait_set("narrow_grads") if problem.needs_grad else frozenset()
         return forward | backward
-    longest = (16 if short or (bytes_each == 4 and problem.K > 64) else
-               HALVED if two and kind != "one" else BLOCK)
+    halved = kind == "halves" and (two or (
+        problem.varlen and bytes_each == 2 and version[:2] in PACKED_SPILLS.get(target.capability, ())))
+    longest = 16 if short or (bytes_each == 4 and problem.K > 64) else HALVED if halved else BLOCK
     # With two warps, strips of 64 columns of a state of 128 rows spill 1.2 to 2.4 KB per thread, strips of 32
     # at most 0.3 KB (compiled for sm_100 with 3.7.1). Sequences are then split less often, because a scan has
     # twice as many programs. Neither was timed.
     most = 32 if problem.max_warps < 4 and problem.K > 64 else 64
+    if problem.K > 2 * WIDE and version[:2] == (3, 4) and target.capability >= (10, 0):
+        most = 16  # 32 columns spill 1.2 to 20 KB (compiled for sm_100 and sm_120)
     candidates = (config._replace(BV=min(config.BV, most))
                   for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
                   if config.BT <= longest and (config.num_stages == 1 or (config.BT > HALVED and not two)))
@@ -256,9 +269,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
             kernels.append(walk("dplr_states", single, scanning(single)))
         back = _overlapped(problem, target, part, BT, two, back=True)
         if part or not back:  # split sequences always need dplr_reverse, with ALONE
-            eight = two and problem.K > 2 * WIDE and is_hopper(target)  # with 4 warps, 1.1 KB would spill
-            kernels.append(walk("dplr_reverse", single._replace(num_warps=warps) if eight else single,
-                                reverse(single)))
+            tall = two and problem.K > 2 * WIDE and hopper  # with 4 warps, 1.1 to 2.3 KB would spill
+            most = single._replace(num_warps=min(8, problem.max_warps)) if tall else single
+            kernels.append(walk("dplr_reverse", most, reverse(single)))
         kernels += [*([back] if back else []), *gradients]
     return tuple(kernels)
 
