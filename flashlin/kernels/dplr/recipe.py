@@ -270,8 +270,8 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         back = _overlapped(problem, target, part, BT, two, back=True)
         if part or not back:  # split sequences always need dplr_reverse, with ALONE
             tall = two and problem.K > 2 * WIDE and hopper  # with 4 warps, 1.1 to 2.3 KB would spill
-            most = single._replace(num_warps=min(8, problem.max_warps)) if tall else single
-            kernels.append(walk("dplr_reverse", most, reverse(single)))
+            wider = single._replace(num_warps=min(8, problem.max_warps)) if tall else single
+            kernels.append(walk("dplr_reverse", wider, reverse(single)))
         kernels += [*([back] if back else []), *gradients]
     return tuple(kernels)
 
