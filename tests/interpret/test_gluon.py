@@ -40,6 +40,8 @@ CALLS: dict[str, tuple[str, Callable[..., list[torch.Tensor]]]] = {
     "sums over heads": ("simple_gla_overlapped_shared", partial(mamba2, gradients=True, T=64, H=6, G=1)),
     "delta": ("delta_overlapped", partial(delta, **{**ONE, "HV": 2}, V=128, gated=False)),
     "delta, gradients": ("delta_overlapped_back", partial(delta, **ONE, v_first=True, gradients=True)),
+    "delta of grouped heads, gradients": ("delta_overlapped_grads", partial(
+        delta, **{**ONE, "HV": 2, "D": 128}, gradients=True)),
     "KDA": ("dplr_overlapped", partial(channels, "chunk_kda", **{**ONE, "HV": 2}, V=128)),
     "KDA, gradients": ("dplr_overlapped_grads", partial(
         channels, "chunk_kda", **{**ONE, "D": 128}, v_first=True, gradients=True)),

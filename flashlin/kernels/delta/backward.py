@@ -339,6 +339,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
     reversing = plan.launch("delta_overlapped_back", "delta_reverse")
+    finishing = plan.launch("delta_overlapped_grads", "delta_grads")
     grads = batch.gradients(needs, "q", "k", "p", "v", "beta", "g")
     constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=batch.decay,
                      EARLIER=x.p is not None)
@@ -347,6 +348,8 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     for part in batch.parts(reversing, **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
                             R=lines.shape[2]):
         part["betas"], part["G"] = columns(lines, part)
+        if OVERLAPPED in finishing.traits | reversing.traits:
+            part["do"] = part["do"].to(x.v.dtype)  # these kernels load tensors of one dtype
         for name in ("u", "dy"):
             part[name] = torch.empty_like(part["v"])
         for name in ("states", "dstates"):
@@ -359,11 +362,14 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         if OVERLAPPED in reversing.traits:
             from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
             own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
-            batch.scan(delta_overlapped_back, own | ends, {**part, "do": part["do"].to(part["q"].dtype)})
+            batch.scan(delta_overlapped_back, own | ends, part)
         else:
             batch.scan(delta_reverse, dict(reverse, **ends, ALONE=False), part)
-        if batch.T and whole:
-            start(plan.launch("delta_grads"), delta_grads, part["N"] * part["S"] * HV,
-                  dict(constants, GAPS=batch.gaps), part)
+        programs = part["N"] * part["S"] * HV
+        if batch.T and whole and OVERLAPPED in finishing.traits:
+            from flashlin.kernels.delta.overlapping_grads import delta_overlapped_grads
+            start(finishing, delta_overlapped_grads, programs, dict(K=K, DECAY=batch.decay), part)
+        elif batch.T and whole:
+            start(finishing, delta_grads, programs, dict(constants, GAPS=batch.gaps), part)
     zero_forgotten(grads["dg"], x.g)
     return batch.by_tensor(grads)

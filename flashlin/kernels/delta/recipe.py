@@ -90,8 +90,18 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         kernels.append(walk("delta_states", states))
         if part or not back:  # split sequences always need delta_reverse, with ALONE
             kernels.append(walk("delta_reverse", reverse, moved))
-        kernels += [*([back] if back else []), scans.least_spilled_that_fits(grads, target)]
+        last = _overlapped_grads(problem, target, BT) or scans.least_spilled_that_fits(grads, target)
+        kernels += [*([back] if back else []), last]
     return tuple(kernels)
+
+
+def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | None:
+    """Return the launch of the gradients' kernel in Gluon, or None if it cannot be used. It has no p."""
+    V, BK = problem.V, 32
+    if BT != BLOCK or V not in (64, 128) or "p" in problem.options:
+        return None
+    shared = 2 * (3 * BT * V + 4 * BK * (V + BT) + 2 * BT * BT) + 1024
+    return scans.overlapped("delta_overlapped_grads", problem, target, 0, {"BT": BT, "BK": BK, "BV": V}, shared)
 
 
 def _overlapped(problem: Problem, target: Target, part: int, back: bool = False) -> Launch | None:
