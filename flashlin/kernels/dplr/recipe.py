@@ -26,17 +26,18 @@ WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one 
 
 
 # Tiles of the gradients' kernel in 16 bits, with one and with two writing vectors: the fastest on an H200
-# with Triton 3.6.0 (benchmarks/results/kernels-*). Releases before TIMED use 4 warps, except on Hopper from
-# 3.3 on; 3.2 cannot compile 8 there (known issue reshape-outs-32). GPUs with 64 lanes per warp also use 4.
-# There 8 warps have too few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
+# with Triton 3.6.0 (benchmarks/results/kernels-*). Releases before TIMED use 4 warps, except 3.4 on Hopper.
+# Known issues exclude 8 warps there before 3.4. GPUs with 64 lanes per warp also use 4. There 8 warps have too
+# few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 # Only timed on Hopper (benchmarks/results/chunk-programs-* and halved-tiles-*): heads of up to 64 with one
 # writing vector, and halved chunks with two. Before 3.5, OF_ONE spills 1.7 KB on Hopper, and SMALL nothing.
 SMALL, HALF = Strip(32, 32, 8), Strip(16, 64, 4)
-TIMED, EIGHT_WARPS = (3, 5), (3, 3)
-# Releases with which halved chunks of 64 tokens of packed sequences spill 1.1 to 2.6 KB, by compute capability
-# (compiled). Their tiles are chosen for chunks of 32.
-PACKED_SPILLS = {(8, 0): ((3, 3), (3, 4)), (8, 7): ((3, 3), (3, 4)), (9, 0): ((3, 2), (3, 9))}
+TIMED, EIGHT_WARPS = (3, 5), (3, 4)
+# Releases with which halved chunks of 64 tokens spill 1.1 to 2.6 KB with one writing vector (compiled), by
+# compute capability, and those with which only chunks of packed sequences do. Chunks of 32 replace them.
+LONG_SPILLS = {(8, 0): ((3, 3), (3, 4)), (8, 7): ((3, 3), (3, 4)), (9, 0): ((3, 3),)}
+PACKED_SPILLS = {(9, 0): ((3, 2), (3, 9))}
 # Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
 # scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
 # for segments of LONG tokens or more.
@@ -186,8 +187,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         backward = grads(config.BT).traits & trait_set("narrow_grads") if problem.needs_grad else frozenset()
         return forward | backward
-    halved = kind == "halves" and (two or (
-        problem.varlen and bytes_each == 2 and version[:2] in PACKED_SPILLS.get(target.capability, ())))
+    spilling = LONG_SPILLS.get(target.capability, ()) + (
+        PACKED_SPILLS.get(target.capability, ()) if problem.varlen else ())
+    halved = kind == "halves" and (two or (bytes_each == 2 and version[:2] in spilling))
     longest = 16 if short or (bytes_each == 4 and problem.K > 64) else HALVED if halved else BLOCK
     # With two warps, strips of 64 columns of a state of 128 rows spill 1.2 to 2.4 KB per thread, strips of 32
     # at most 0.3 KB (compiled for sm_100 with 3.7.1). Sequences are then split less often, because a scan has
@@ -269,9 +271,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
             kernels.append(walk("dplr_states", single, scanning(single)))
         back = _overlapped(problem, target, part, BT, two, back=True)
         if part or not back:  # split sequences always need dplr_reverse, with ALONE
-            tall = two and problem.K > 2 * WIDE and hopper  # with 4 warps, 1.1 to 2.3 KB would spill
-            wider = single._replace(num_warps=min(8, problem.max_warps)) if tall else single
-            kernels.append(walk("dplr_reverse", wider, reverse(single)))
+            if two and problem.K > 2 * WIDE and hopper:  # 32 columns with 4 warps spill 1.1 to 2.3 KB
+                single = single._replace(num_warps=warps) if version >= TIMED else single._replace(BV=16)
+            kernels.append(walk("dplr_reverse", single, reverse(single)))
         kernels += [*([back] if back else []), *gradients]
     return tuple(kernels)
 
