@@ -97,20 +97,13 @@ def of_tap(filters, w: tl.constexpr, BW: tl.constexpr):
 
 @triton.jit
 def convolved(
-    x,  # [R, D]
-    filters,  # [BD, BW]
-    bias,  # [D]
-    h0,  # [N, W, D]
-    start,  # first row
-    n,  # [BT]: index of the row's sequence
-    behind,  # [BT]: number of the sequence's rows before the row
-    left,  # [BT]: number of the sequence's rows from the row to its end
-    cols,  # [BD]: columns
-    stride,  # elements from one row of x to the next
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr,
+    x, filters, bias, h0, start, n, behind, left, cols, stride, D: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr,
 ):
-    """Return z [BT, BD] in fp32, the sum of the bias and W taps before the activation."""
+    """Return z [BT, BD] in fp32, the sum of the bias and W taps before the activation.
+
+    filters: [BD, BW]. bias: [D]. The other parameters are those of ``tap``.
+    """
     z = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_BIAS:
         z += tl.load(bias + cols, mask=cols < D, other=0.0,

@@ -153,18 +153,8 @@ def delta_reverse(
 
 @triton.jit
 def grads_of_chunk(
-    q, k,  # [rows, H, K]
-    p,  # [rows, H, K], or None
-    v, do, u, dy,  # [rows, HV, V]
-    betas, G,  # [HV, R], fp32
-    states, dstates,  # [slots, HV, K, V], one for each chunk
-    dq, dk,  # [rows, HV, K]
-    dp,  # [rows, HV, K], or None
-    dv,  # [rows, HV, V]
-    dbeta, dg,  # [rows, HV], fp32
-    scale,
-    n, first, t0, length, i_h, H, HV, R,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, k, p, v, do, u, dy, betas, G, states, dstates, dq, dk, dp, dv, dbeta, dg, scale, n, first, t0, length,
+    i_h, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute and store the gradients dq, dk, dp, dv, dbeta and dg of one chunk and head."""

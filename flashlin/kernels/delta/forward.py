@@ -102,16 +102,9 @@ def put_both(
 
 @triton.jit
 def inverse_of_chunk(
-    k,  # [rows, H, K]
-    p,  # [rows, H, K], or None
-    beta,  # [rows, HV]
-    G,  # [HV, R], fp32
-    A, A_low,  # [rows, HV, BT]
-    betas,  # [HV, R], fp32
-    scratch,  # [slots, HV, BT, 24], fp32
-    n, first, t0, length, i_h, H, HV, R,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr,
-    HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    k, p, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_LOW: tl.constexpr,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """Compute and store the inverse (I + M)^-1 of one chunk and head.
 

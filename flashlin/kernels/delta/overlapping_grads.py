@@ -25,7 +25,7 @@ from flashlin.kernels.gluon_ops import async_load, async_store, barrier
 @gluon.jit
 def load_strip(ring, states, dstates, q, k, full, table, row, column, i, BT: gl.constexpr, BK: gl.constexpr,
                BV: gl.constexpr):
-    """Load strip i of the channels: of a chunk's state and its gradient, from row ``table``, and of q and k."""
+    """Load strip i of the channels: of a chunk's state and its gradient, from row ``table``, and of q, k."""
     ring_h, ring_dh, ring_q, ring_k = ring
     bar = full.index(i % 2)
     mbarrier.expect(bar, 4 * BK * (BV + BT))
@@ -94,7 +94,8 @@ def delta_overlapped_grads(
     async_load(dy, [row, i_h * BV], bar, s_dy)
     ring = (ring_h, ring_dh, ring_q, ring_k)
     for i in gl.static_range(2):
-        load_strip(ring, states, dstates, q, k, full, table, row, column, i, BT, BK, BV)
+        load_strip(ring, states, dstates, q, k, full, table=table, row=row, column=column, i=i, BT=BT, BK=BK,
+                   BV=BV)
     first = row.to(gl.int64) * HV + i_h
     line = i_h.to(gl.int64) * R + row
     tokens = gl.arange(0, BT, gl.SliceLayout(1, of_values)).to(gl.int64)
@@ -138,7 +139,8 @@ def delta_overlapped_grads(
     across = gl.zeros([BK], gl.float32, gl.SliceLayout(1, of_values))
     nothing = gl.zeros([BT, BK], gl.float32, of_strip)
     for i in range(K // BK):
-        s_h, s_dh, s_q, s_k = ring_h.index(i % 2), ring_dh.index(i % 2), ring_q.index(i % 2), ring_k.index(i % 2)
+        s_h, s_dh, s_q, s_k = (
+            ring_h.index(i % 2), ring_dh.index(i % 2), ring_q.index(i % 2), ring_k.index(i % 2))
         mbarrier.wait(full.index(i % 2), (i // 2) & 1)
         by_q = warpgroup_mma(s_do, s_h.permute((1, 0)), nothing, use_acc=False, is_async=True)
         by_k = warpgroup_mma(s_dy, s_h.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -165,7 +167,8 @@ def delta_overlapped_grads(
         async_store(dk, [row, i_h * K + i * BK], s_k)
         if i + 2 < K // BK:
             tma.store_wait(0)
-            load_strip(ring, states, dstates, q, k, full, table, row, column, i + 2, BT, BK, BV)
+            load_strip(ring, states, dstates, q, k, full, table=table, row=row, column=column, i=i + 2, BT=BT,
+                       BK=BK, BV=BV)
     gl.store(dbeta + first + token.to(gl.int64) * HV, b_dbeta)
     if DECAY == 2:
         here, passed = gl.convert_layout(here, a_read), gl.convert_layout(passed, a_read)

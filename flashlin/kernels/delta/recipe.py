@@ -101,7 +101,8 @@ def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | Non
     if BT != BLOCK or V not in (64, 128) or "p" in problem.options:
         return None
     shared = 2 * (3 * BT * V + 4 * BK * (V + BT) + 2 * BT * BT) + 1024
-    return scans.overlapped("delta_overlapped_grads", problem, target, 0, {"BT": BT, "BK": BK, "BV": V}, shared)
+    return scans.overlapped("delta_overlapped_grads", problem, target, 0, {"BT": BT, "BK": BK, "BV": V},
+                            shared)
 
 
 def _overlapped(problem: Problem, target: Target, part: int, back: bool = False) -> Launch | None:

@@ -215,22 +215,9 @@ def dplr_reverse(
 
 @triton.jit
 def grads_of_chunk(
-    q, k,  # [rows, H, K]
-    v,  # [rows, HV, V]
-    a, b,  # [rows, HV, K]
-    beta,  # [rows, HV]
-    do, x, dy,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    states, dstates,  # [slots, HV, K, V], one entry per chunk
-    dq, dk,  # [rows, HV, K]
-    dv,  # [rows, HV, V]
-    da, db,  # [rows, HV, K]
-    dbeta,  # [rows, HV], fp32
-    dg,  # [rows, HV, K], fp32
-    scale,
-    n, first, t0, length, i_h, H, HV,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale, n, first, t0,
+    length, i_h, H, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute and store the gradients of q, k, the decays and the writing vectors of one chunk and head.
 

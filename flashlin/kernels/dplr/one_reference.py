@@ -52,19 +52,10 @@ def rate_of(
 
 @triton.jit
 def prepare_from_reference(
-    q, k,  # [rows, H, K]
-    a, b,  # [rows, HV, K]
-    beta,  # [rows, HV]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
-    M, P, R, N_, T_, T_low,  # [rows, HV, BT]
-    scratch,  # [slots, HV, BT, 16], fp32
-    served,  # [slots, HV], int32
-    scale,
-    n, first, t0, length, i_h, H, HV,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, TWO_WRITES: tl.constexpr,
-    ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
+    q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, served, scale, n,
+    first, t0, length, i_h, H, HV, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr,
+    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """Compute and store the operands of the scans for one chunk and head, if it fits one decay reference.
 
@@ -207,23 +198,9 @@ def dplr_prepare_one(
 
 @triton.jit
 def grads_from_reference(
-    q, k,  # [rows, H, K]
-    v,  # [rows, HV, V]
-    a, b,  # [rows, HV, K]
-    beta,  # [rows, HV]
-    do, x, dy,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    states, dstates,  # [slots, HV, K, V], one entry per chunk
-    dq, dk,  # [rows, HV, K]
-    dv,  # [rows, HV, V]
-    da, db,  # [rows, HV, K]
-    dbeta,  # [rows, HV], fp32
-    dg,  # [rows, HV, K], fp32
-    served,  # [slots, HV], int32
-    scale,
-    n, first, t0, length, i_h, H, HV,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, served, scale, n,
+    first, t0, length, i_h, H, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute and store the gradients of one chunk and head, if it fits one decay reference.
 

@@ -57,21 +57,9 @@ def log_decays(b_g, A_log, dt_bias, lowest, i_h, columns, K: tl.constexpr):
 
 @triton.jit
 def add_channels(
-    L, b_P,  # [BT, BT]
-    qk, highest, kk, ka, aa, qq,  # [BT]
-    q, k,  # [rows, H, K]
-    g,  # [rows, HV, K]
-    a,  # [rows, HV, K], or None
-    A_log,  # [HV], fp32, or None
-    dt_bias,  # [HV, K], fp32, or None
-    q_in, a_in, b_out,  # [rows, HV, K]
-    G,  # [rows, HV, K], fp32
-    of_q,  # [BT]: 1 / length of each row
-    b_beta,  # [BT]
-    scale, lowest,
-    first, length, i_qk, i_h, H, HV,
-    K: tl.constexpr, k0: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, NORMALIZE: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    L, b_P, qk, highest, kk, ka, aa, qq, q, k, g, a, A_log, dt_bias, q_in, a_in, b_out, G, of_q, b_beta,
+    scale, lowest, first, length, i_qk, i_h, H, HV, K: tl.constexpr, k0: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, NORMALIZE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Add BK channels to the scores L and P and to the diagonal qk of P, and store their operands.
 
@@ -79,6 +67,9 @@ def add_channels(
     update the largest log2 decay of each token, and sums over channels: k^2, -k b, b^2 and q^2, where b is k
     times its erase rates, or k. Return all of these, and then b times its decay since the chunk's start,
     [BT, BK]. k is as given. The caller multiplies by beta and divides by the lengths of k.
+
+    ``dplr_prepare_raw`` has the shapes of tensors. L and b_P are [BT, BT], and qk, highest, kk, ka, aa, qq and
+    b_beta are [BT]. of_q: [BT], 1 / length of each row of q.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     columns = k0 + tl.arange(0, BK)

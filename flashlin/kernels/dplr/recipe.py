@@ -27,8 +27,8 @@ WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one 
 
 # Tiles of the gradients' kernel in 16 bits, with one and with two writing vectors: the fastest on an H200
 # with Triton 3.6.0 (benchmarks/results/kernels-*). Releases before TIMED use 4 warps, except 3.4 on Hopper.
-# Known issues exclude 8 warps there before 3.4. GPUs with 64 lanes per warp also use 4. There 8 warps have too
-# few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
+# Known issues exclude 8 warps there before 3.4. GPUs with 64 lanes per warp also use 4. There 8 warps have
+# too few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 # Only timed on Hopper (benchmarks/results/chunk-programs-* and halved-tiles-*): heads of up to 64 with one
 # writing vector, and halved chunks with two. Before 3.5, OF_ONE spills 1.7 KB on Hopper, and SMALL nothing.
@@ -151,12 +151,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     small = problem.K <= BLOCK and hopper
     eight = lanes(target.arch) == 32 and version >= (EIGHT_WARPS if hopper else TIMED)
     warps = min(problem.max_warps, 8 if eight else 4)
-    if two:
-        best = HALF if hopper else OF_TWO
-    elif hopper and version < EIGHT_WARPS:
-        best = HALF._replace(V=32)
-    else:
-        best = SMALL if small or (hopper and version < TIMED) else OF_ONE
+    best = SMALL if small or (hopper and version < TIMED) else OF_ONE
+    if two or (hopper and version < EIGHT_WARPS):
+        best = OF_TWO if not hopper else HALF if two else HALF._replace(V=32)
     narrow_strip = Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)
     strips, narrowest = [narrow_strip], narrow_strip._replace(K=16)
     fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps

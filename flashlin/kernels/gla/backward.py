@@ -159,19 +159,9 @@ def gla_reverse(
 
 @triton.jit
 def grads_of_chunk(
-    q, k,  # [rows, H, K]
-    v,  # [rows, H, V]
-    u,  # [H, K] or None
-    do,  # [rows, H, V]
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    states, dstates,  # [slots, H, K, V], one entry per chunk
-    dq, dk,  # [rows, H, K]
-    dg,  # [rows, H, K], fp32
-    du,  # [slots, H, K], fp32, or None
-    scale,
-    n, first, t0, length, i_h, H,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    EARLIER: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n, first, t0, length, i_h, H, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EARLIER: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Compute and store dq, dk and dg [BT, K] of one chunk and head, by halving (see ``forward.py``).
 

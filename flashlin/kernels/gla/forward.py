@@ -119,14 +119,8 @@ def decay_to_meeting(
 
 @triton.jit
 def scores_of_chunk(
-    q, k,  # [rows, H, K]
-    u,  # [H, K] or None
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    A,  # [rows, H, BT]
-    q_in, k_out,  # [rows, H, K]
-    scale,
-    first, t0, length, i_h, H,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute and store the scores A [BT, BT] and the weighted q_in and k_out [BT, K] of one chunk and head.
 

@@ -38,17 +38,8 @@ from flashlin.kernels.tile_ops import chunk_of, first_slot, put, state_offsets, 
 
 @triton.jit
 def scores_from_reference(
-    q, k,  # [rows, H, K]
-    u,  # [H, K] or None
-    g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: decays summed within each chunk; only the last row is set
-    A,  # [rows, H, BT]
-    q_in, k_out,  # [rows, H, K]
-    served,  # [slots, H], int32
-    scale,
-    n, first, t0, length, i_h, H,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, u, g, G, A, q_in, k_out, served, scale, n, first, t0, length, i_h, H, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute and store the scores and the weighted q and k of one chunk, with one decay reference.
 
@@ -117,19 +108,7 @@ def gla_scores_one(
 
 @triton.jit
 def grads_from_reference(
-    q, k,  # [rows, H, K]
-    v,  # [rows, H, V]
-    u,  # [H, K] or None
-    do,  # [rows, H, V]
-    g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: decays summed within each chunk; only the last row is read
-    states, dstates,  # [slots, H, K, V], one entry per chunk
-    dq, dk,  # [rows, H, K]
-    dg,  # [rows, H, K], fp32
-    du,  # [slots, H, K], fp32, or None
-    served,  # [slots, H], int32
-    scale,
-    n, first, t0, length, i_h, H,
+    q, k, v, u, do, g, G, states, dstates, dq, dk, dg, du, served, scale, n, first, t0, length, i_h, H,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):

@@ -44,19 +44,12 @@ def last(x, BT: tl.constexpr):
 
 @triton.jit
 def walked(
-    x,  # [rows, D]
-    origin,  # row of token 0
-    i0,  # number of the first token of the tile
-    low,  # first token to load
-    high,  # end of the tokens to load
-    cols,  # [BD]
-    other,  # value of other elements
-    D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
+    x, origin, i0, low, high, cols, other, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
 ):
     """Load a tile [BT, BD] of x [rows, D]: the tokens i0 .. i0 + BT in the order of the recurrence.
 
     Token i is row origin + STEP * i, so STEP = -1 reads backward. Tokens outside low .. high have the value
-    ``other``.
+    ``other``. cols: the columns, [BD].
     """
     i = tl.arange(0, BT)
     mask = ((i0 + i >= low) & (i0 + i < high))[:, None] & (cols < D)[None, :]
@@ -66,17 +59,11 @@ def walked(
 
 @triton.jit
 def put_walked(
-    x,  # [rows, D]
-    value,  # [BT, BD]
-    origin,  # row of token 0
-    i0,  # number of the first token of the tile
-    high,  # end of the tokens to store
-    cols,  # [BD]
-    D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
+    x, value, origin, i0, high, cols, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
 ):
     """Store a tile [BT, BD] in x [rows, D], for the tokens i0 .. i0 + BT in the order of the recurrence.
 
-    Token i is row origin + STEP * i. Tokens from ``high`` are not stored.
+    Token i is row origin + STEP * i. Tokens from ``high`` are not stored. cols: the columns, [BD].
     """
     i = tl.arange(0, BT)
     mask = (i0 + i < high)[:, None] & (cols < D)[None, :]

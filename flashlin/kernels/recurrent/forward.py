@@ -55,20 +55,13 @@ def gated(x, A_log, i_h, BOUND: tl.constexpr):
 
 @triton.jit
 def decayed(
-    S,  # [BK, BV]
-    g,  # [rows, HV]
-    gamma,  # [HV]
-    gk,  # [rows, HV, K]
-    gv,  # [rows, HV, V]
-    A_log,  # [HV]
-    dt_bias,  # [HV] or, for gk, [HV, K]
-    row,  # index of the token and value head: token * HV + i_h
-    i_h,
-    in_k,  # [BK]: indices of key channels
-    in_v,  # [BV]: indices of value channels
-    K: tl.constexpr, V: tl.constexpr, BOUND: tl.constexpr,
+    S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr,
+    BOUND: tl.constexpr,
 ):
-    """Return the state S after the decays of one token: g, gamma, gk and gv, each of which may be None."""
+    """Return the state S after the decays of one token: g, gamma, gk and gv, each of which may be None.
+
+    The parameters are those of ``updated``.
+    """
     if g is not None:
         rate = tl.load(g + row).to(tl.float32)
         if A_log is not None:
@@ -108,28 +101,18 @@ def strength(beta, row, in_v, V: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOI
 
 @triton.jit
 def updated(
-    S,  # [BK, BV]
-    b_k, b_p,  # [BK]
-    b_v,  # [BV]
-    beta,  # [rows, HV] or, with PER_CHANNEL, [rows, HV, V]
-    g,  # [rows, HV]
-    gamma,  # [HV]
-    gk,  # [rows, HV, K]
-    gv,  # [rows, HV, V]
-    a, b,  # [rows, HV, K]
-    A_log,  # [HV]
-    dt_bias,  # [HV] or, for gk, [HV, K]
-    row,  # index of the token and value head: token * HV + i_h
-    i_h,
-    in_k,  # [BK]: indices of key channels
-    in_v,  # [BV]: indices of value channels
-    K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr,
+    S, b_k, b_p, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr,
+    V: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr,
     RATE: tl.constexpr, BOUND: tl.constexpr, ERASE_RATE: tl.constexpr, UNDECAYED: tl.constexpr,
 ):
     """Return the state after one token, see the formula in inputs.py.
 
     b_p: the vector with which the prediction of DELTA reads the state. UNDECAYED: it reads the state before
     the decay. RATE: use -a b instead of b. ERASE_RATE: beta multiplies only v, and not the prediction.
+
+    S: [BK, BV]. b_k, b_p: [BK]. b_v: [BV]. ``recurrent_forward`` has the shapes of the other tensors.
+    row: index of the token and value head, token * HV + i_h.
+    in_k, in_v: [BK] and [BV], indices of key and value channels.
     """
     if DELTA:
         if beta is not None:  # load before the reductions, in which warps wait for each other

@@ -197,18 +197,8 @@ def simple_gla_dk(
 
 @triton.jit
 def dstate_at(
-    dstates,  # [slots, H, K, V], one entry per chunk, or, with SIDE, dq [rows, H, K]
-    rest,  # with SIDE, dk [rows, H, K]
-    tails,  # with SIDE, [N, V rounded up to SIDE, H, K]
-    n,
-    first,  # first row of the sequence or segment
-    t0,
-    length,  # tokens of the sequence or segment
-    i_h, H,
-    k0,  # first row of the tile, a multiple of SIDE
-    v0,  # first column, a multiple of BV
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SIDE: tl.constexpr,
+    dstates, rest, tails, n, first, t0, length, i_h, H, k0, v0, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIDE: tl.constexpr,
 ):
     """Return pointers to a [BK, BV] tile of the gradient of the state that leaves a chunk, and its mask.
 
@@ -218,8 +208,10 @@ def dstate_at(
     dq and dk, and the reader overwrites these columns after it has read them. The last chunk of a sequence
     may have too few rows, so its gradient is in ``tails``.
 
-    dstates: with SIDE, dq.
-    rest: with SIDE, dk.
+    dstates: [slots, H, K, V]; with SIDE, dq [rows, H, K].
+    rest, tails: with SIDE, dk [rows, H, K], and [N, V rounded up to SIDE, H, K].
+    first, length: of the sequence or segment.
+    k0, v0: the first row and column of the tile, multiples of SIDE and BV.
     """
     if SIDE == 0:
         slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
@@ -353,15 +345,7 @@ def simple_gla_states(
 
 @triton.jit
 def grads_of_chunk(
-    q, k,  # [rows, H, K]
-    v, do,  # [rows, H, V]
-    G,  # [H, R], fp32
-    states,  # [slots, H, K, V], one entry per chunk
-    dstates, rest, tails,  # where the gradients of states are stored, see dstate_at
-    dq, dk,  # [rows, H, K]
-    dg,  # [rows, H], fp32
-    scale,
-    n, first, t0, length, i_h, H, R,
+    q, k, v, do, G, states, dstates, rest, tails, dq, dk, dg, scale, n, first, t0, length, i_h, H, R,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -469,18 +453,8 @@ def simple_gla_grads(
 
 @triton.jit
 def grads_of_head(
-    b_q, b_k,  # [BT, BK]
-    scores,  # [BT, BT]: q_i . k_j for i > j
-    b_dq, b_dk,  # [BT, BK], fp32
-    b_ds,  # [BT, BT], fp32
-    v, do,  # [rows, H, V]
-    G,  # [H, R], fp32
-    states, dstates,  # [slots, H, K, V], one entry per chunk
-    dg,  # [rows, H, NK], fp32
-    scale,
-    n, first, t0, length, i_h, H, R,
-    i_k,  # index of the block of BK channels
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    b_q, b_k, scores, b_dq, b_dk, b_ds, v, do, G, states, dstates, dg, scale, n, first, t0, length, i_h, H, R,
+    i_k, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Add one head's terms to the sums of dq, dk and ds over heads, and store its part of dg.
@@ -529,18 +503,8 @@ def grads_of_head(
 
 @triton.jit
 def grads_of_share(
-    q, k,  # [rows, H // GROUP, K]
-    v, do,  # [rows, H, V]
-    G,  # [H, R], fp32
-    states, dstates,  # [slots, H, K, V], one entry per chunk
-    dq, dk,  # [rows, slices of heads, K]
-    dg,  # [rows, H, NK], fp32
-    scale,
-    n, first, t0, length,
-    i_s,  # index of the slice of heads
-    H, R,
-    i_k,  # index of the block of BK channels
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+    q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, t0, length, i_s, H, R, i_k, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute and store dq and dk [BT, BK] of one chunk, summed over a slice of a group's heads.
