@@ -372,7 +372,7 @@ def _end() -> None:
 
 
 GL = SimpleNamespace(
-    bfloat16=torch.bfloat16, float32=torch.float32, int64=torch.int64,
+    float32=torch.float32, int64=torch.int64,
     program_id=lambda axis: _value(_own.program.number), static_range=range, load=_load, store=_store,
     arange=lambda begin, end, layout=None: _value(torch.arange(begin, end)),
     zeros=lambda shape, dtype, layout=None: _value(torch.zeros(shape, dtype=dtype)),
@@ -388,7 +388,7 @@ GL = SimpleNamespace(
 EMULATED: dict[str, Any] = dict(
     gl=GL, warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait, async_load=async_load,
     async_store=async_store, barrier=lambda: None, fence_async_shared=fence,
-    mma_v2=lambda a, b, acc: _value(acc + a.float() @ b.float()), tma=SimpleNamespace(store_wait=_finish_stores),
+    tma=SimpleNamespace(store_wait=_finish_stores),
     mbarrier=SimpleNamespace(
         MBarrierLayout=lambda: Barrier, init=_init, wait=lambda bar, phase: bar.wait(int(phase)),
         expect=lambda bar, size: bar.arrive(1, int(size)), arrive=lambda bar, count=1: bar.arrive(count)))

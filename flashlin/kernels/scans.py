@@ -359,9 +359,9 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: d
 
     The kernel supports dense sequences of whole chunks, and heads of 64 or 128. It waits at its own barriers,
     so a wrong one would make it hang. Therefore it is used only if it has run on this kind of GPU.
-    tile: BT and others, such as STAGES. GROUPS: a program computes GROUPS (default 1) times BV (default V) columns.
+    tile: BT, BK (equal to K), BV and STAGES, and GROUPS if a program computes GROUPS times BV columns.
     """
-    columns = tile.get("BV", problem.V) * tile.get("GROUPS", 1)
+    columns = tile["BV"] * tile.get("GROUPS", 1)
     if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
             or problem.max_warps < 4 or problem.varlen or problem.T % tile["BT"]
             or problem.invariant or problem.portable

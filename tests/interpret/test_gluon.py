@@ -39,7 +39,6 @@ CALLS: dict[str, tuple[str, Callable[..., list[torch.Tensor]]]] = {
         sequences, "chunk_simple_gla", **SMALL, state=True, gated=True, v_first=True, gradients=True)),
     "sums over heads": ("simple_gla_overlapped_shared", partial(mamba2, gradients=True, T=64, H=6, G=1)),
     "delta": ("delta_overlapped", partial(delta, **{**ONE, "HV": 2}, V=128, gated=False)),
-    "delta with a gate": ("delta_overlapped_inverse", partial(delta, **ONE)),
     "delta, gradients": ("delta_overlapped_back", partial(delta, **ONE, v_first=True, gradients=True)),
     "delta of grouped heads, gradients": ("delta_overlapped_grads", partial(
         delta, **{**ONE, "HV": 2, "D": 128}, gradients=True)),

@@ -352,8 +352,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     """
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
-    scanning = plan.launch("delta_overlapped", "delta_scan")
-    inverting = plan.launch("delta_overlapped_inverse", "delta_inverse")
+    scanning, inverting = plan.launch("delta_overlapped", "delta_scan"), plan.launch("delta_inverse")
     o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     # The kernels store rows of BT elements here. BT is unknown when torch.compile traces with fake tensors.
     A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
@@ -366,11 +365,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
         n, (betas, G) = part["N"], columns(lines, part)
         part.update(betas=betas, G=G)
         summed(plan, part["g"], part["bounds"], n, G)
-        if OVERLAPPED in inverting.traits:
-            from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
-            own = dict(K=batch.K, DECAY=batch.decay, HAS_LOW=A_low is not None)
-            start(inverting, delta_overlapped_inverse, n * part["S"] * HV, own, part)
-        elif batch.T:
+        if batch.T:
             scratch = torch.empty(part["slots"], HV, scanning.block("BT"), 24, dtype=torch.float32,
                                   device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(

@@ -55,7 +55,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # One warp never waits at barriers, so it comes first. Two warps have more registers, in case one spills.
     inverses = [scans.over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), inverting(BT),
                                   per_chunk, num_warps=warps) for warps in (1, 2)]
-    kernels.append(_overlapped_inverse(problem, target, BT) or scans.least_spilled(inverses, target))
+    kernels.append(scans.least_spilled(inverses, target))
 
     def walk(kernel: str, config: Config, more: int = 0) -> Launch:
         return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
@@ -93,14 +93,6 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         last = _overlapped_grads(problem, target, BT) or scans.least_spilled_that_fits(grads, target)
         kernels += [*([back] if back else []), last]
     return tuple(kernels)
-
-
-def _overlapped_inverse(problem: Problem, target: Target, BT: int) -> Launch | None:
-    """Return the launch of the inverses in Gluon, or None if it cannot be used. It has no p."""
-    if BT != BLOCK or "p" in problem.options:
-        return None
-    shared = 2 * BT * problem.K + 2 * 2 * BT * BT + 2 * 4 * BT * 16 + 1024
-    return scans.overlapped("delta_overlapped_inverse", problem, target, 0, {"BT": BT, "REGISTERS": 80}, shared)
 
 
 def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | None:
