@@ -330,6 +330,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     HV, K, V = batch.HV, batch.K, batch.V
     reversing = plan.launch("delta_overlapped_back", "delta_reverse")
     finishing = plan.launch("delta_overlapped_grads", "delta_grads")
+    restoring = plan.launch("delta_overlapped", "delta_states")
     grads = batch.gradients(needs, "q", "k", "p", "v", "beta", "g")
     constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=batch.decay,
                      EARLIER=x.p is not None)
@@ -345,7 +346,12 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
         by_transfers(batch, part, delta_alone, reverse, has_dht=dht is not None)
-        if whole:
+        if whole and OVERLAPPED in restoring.traits:
+            from flashlin.kernels.delta.overlapping import delta_overlapped
+            own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
+            batch.scan(delta_overlapped, dict(own, o=part["u"], ht=None, HAS_H0=part["h0"] is not None,
+                                              HAS_HT=False), {**part, "q": None})
+        elif whole:
             batch.scan(delta_states, dict(scanned, HAS_H0=part["h0"] is not None), part)
         back_by_transfers(batch, part, delta_reverse, reverse, "dy", "dstates")
         ends = dict(HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None)

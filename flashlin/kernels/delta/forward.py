@@ -375,7 +375,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
         if OVERLAPPED in scanning.traits:
             from flashlin.kernels.delta.overlapping import delta_overlapped
             own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
-            batch.scan(delta_overlapped, own | ends, part)
+            batch.scan(delta_overlapped, dict(own, **ends, states=None), part)
         else:
             batch.scan(delta_scan, dict(scanned, **ends, GAPS=batch.gaps), part)
     return o, ht, A, A_low, lines

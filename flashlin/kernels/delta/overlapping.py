@@ -16,6 +16,8 @@ other work. The first group computes s, the scores of q and k with their decays,
 ``scored`` and ``used`` guard the two buffers of s. A separate warp loads the next chunks with TMA into a ring
 buffer of STAGES slots. It also computes the factors for beta and the decays, and stores them as rows of
 shared memory (``lines``). The kernel supports only whole chunks of dense sequences (``recipe.py``).
+
+Backward uses the same kernel without q, to restore the states that enter the chunks, and u (RESTORE).
 """
 
 from triton.experimental import gluon
@@ -35,7 +37,7 @@ from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barrier
 @gluon.jit
 def load(ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, A_column, chunks, BT: gl.constexpr,
          BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
-         STAGES: gl.constexpr):
+         STAGES: gl.constexpr, RESTORE: gl.constexpr):
     """Load all chunks of a program into the ring buffer; this is the program of the loading warp.
 
     Chunk i goes to slot i % STAGES, as soon as all groups have finished with this slot. The slot is full when
@@ -55,9 +57,10 @@ def load(ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, A_column, 
             total = gl.load(G + at + BT - 1 + 0 * tokens)
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         bar = full.index(slot)
-        mbarrier.expect(bar, 2 * BT * (2 * BK + BT + GROUPS * BV))
+        mbarrier.expect(bar, 2 * BT * ((1 if RESTORE else 2) * BK + BT + GROUPS * BV))
         async_load(k, [row, qk_column], bar, ring_k.index(slot))
-        async_load(q, [row, qk_column], bar, ring_q.index(slot))
+        if not RESTORE:
+            async_load(q, [row, qk_column], bar, ring_q.index(slot))
         for group in gl.static_range(GROUPS):
             async_load(v, [row, v_column + group * BV], bar, ring_v.index(slot * GROUPS + group))
         async_load(A, [row, A_column], bar, ring_A.index(slot))
@@ -73,14 +76,16 @@ def load(ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, A_column, 
 
 
 @gluon.jit
-def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_column, chunks, scale,
-             group: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-             GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr,
-             HAS_HT: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
+def multiply(ring, o, states, h0, ht, weights_of, o_of, states_of, entering, leaving, row0, table, step, v0,
+             v_column, chunks, scale, group: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr,
+             V: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
+             DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
+             STAGES: gl.constexpr, RESTORE: gl.constexpr):
     """Compute all chunks for BV columns of the state; this is the program of a group of four warps.
 
     v0: first column of the program in a state. v_column: its first column in v and o. entering: number of the
-    initial state in h0. leaving: number of the final state in ht, or negative if it is not needed.
+    initial state in h0. leaving: number of the final state in ht, or negative if it is not needed. table:
+    row of states where the entry of the program's first chunk begins. step: rows from one entry to the next.
     """
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
@@ -105,7 +110,7 @@ def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_c
         slot = i % STAGES
         b_q, b_k, line = ring_q.index(slot), ring_k.index(slot), slot * LINES
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        if group == 0:  # the scores of both groups
+        if group == 0 and not RESTORE:  # the scores of both groups
             scores = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
             if DECAY == 0:
                 since = gl.where(causal, 1.0, 0.0) * scale
@@ -119,6 +124,11 @@ def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_c
             barrier()  # all warps must have written before one thread signals
             mbarrier.arrive(scored.index(i % 2), count=1)
         hk = warpgroup_mma(entered, b_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if RESTORE:
+            tma.store_wait(1)  # the buffer of the last state is free now; that of u may not be
+            states_of.index(group).permute((1, 0)).store(h.to(dtype))
+            fence_async_shared()
+            async_store(states, [table + i * step, v0], states_of.index(group))
         hk = warpgroup_mma_wait(0, [hk])
         y = ring_v.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk).to(gl.float32)
         if DECAY == 0:
@@ -128,32 +138,40 @@ def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_c
         y = y * lines.index(line).load(a_column)[None, :]
         y = gl.convert_layout(y.to(dtype), left)
         u = warpgroup_mma(y, ring_A.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        out = warpgroup_mma(entered, b_q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        out = nothing
+        if not RESTORE:
+            out = warpgroup_mma(entered, b_q.permute((1, 0)), nothing, use_acc=False, is_async=True)
         if DECAY == 2:
             h = h * lines.index(line + 4).load(gl.SliceLayout(1, of_state))[:, None]
-        u = warpgroup_mma_wait(1, [u])
+        u = warpgroup_mma_wait(0 if RESTORE else 1, [u])
         w = u
         if DECAY == 2:
             w = u * lines.index(line + 3).load(a_column)[None, :]
         h = warpgroup_mma(gl.convert_layout(w.to(dtype), left_of_state), b_k, h, is_async=True)
-        u = gl.convert_layout(u.to(dtype), left)
-        out = warpgroup_mma_wait(1, [out])
-        if DECAY == 0:
-            out = out * scale
+        if RESTORE:
+            out = u
+            h = warpgroup_mma_wait(0, [h])
+            entered = gl.convert_layout(h.to(dtype), left)
         else:
-            out = out * (lines.index(line + 2).load(a_column) * scale)[None, :]
-        mbarrier.wait(scored.index(i % 2), i // 2 & 1)
-        out = warpgroup_mma(u, weights_of.index(i % 2).permute((1, 0)), out, is_async=True)
-        h = warpgroup_mma_wait(1, [h])
-        entered = gl.convert_layout(h.to(dtype), left)
-        out = warpgroup_mma_wait(0, [out])
-        tma.store_wait(0)
+            u = gl.convert_layout(u.to(dtype), left)
+            out = warpgroup_mma_wait(1, [out])
+            if DECAY == 0:
+                out = out * scale
+            else:
+                out = out * (lines.index(line + 2).load(a_column) * scale)[None, :]
+            mbarrier.wait(scored.index(i % 2), i // 2 & 1)
+            out = warpgroup_mma(u, weights_of.index(i % 2).permute((1, 0)), out, is_async=True)
+            h = warpgroup_mma_wait(1, [h])
+            entered = gl.convert_layout(h.to(dtype), left)
+            out = warpgroup_mma_wait(0, [out])
+        tma.store_wait(1 if RESTORE else 0)
         s_o.permute((1, 0)).store(out.to(s_o.dtype))
         fence_async_shared()
         async_store(o, [row0 + i * BT, v_column], s_o)
         barrier()  # all warps must have read the slot before one thread signals
         mbarrier.arrive(empty.index(slot), count=1)
-        mbarrier.arrive(used.index(i % 2), count=1)
+        if not RESTORE:
+            mbarrier.arrive(used.index(i % 2), count=1)
     tma.store_wait(0)
     if HAS_HT:
         if leaving >= 0:
@@ -166,35 +184,45 @@ def multiply(ring, o, h0, ht, weights_of, o_of, entering, leaving, row0, v0, v_c
     k=lambda x: (x["H"] * x["BK"], x["BT"], x["BK"]),
     v=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
     A=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
-    o=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]))
-@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "scale"])
+    o=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
+    states=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
+@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots", "scale"])
 def delta_overlapped(
-    q, k,  # [rows, H, K]
+    q, k,  # [rows, H, K]; q is None to restore the states
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
     betas, G,  # [HV, R], fp32
     h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
     o,  # [rows, HV, V]
     ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
+    states,  # [slots, HV, K, V], one for each chunk, or None
     undivided,  # [N, HV], int32, or None
     scale,
     T,  # tokens of a sequence, a multiple of BT
     H, HV, R, L,
     rows,  # number of rows in the batch
+    slots,  # number of entries of states
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
     V_FIRST: gl.constexpr,
 ):
     """Run the forward scan in Gluon: write the outputs o and the final states ht, like delta_scan.
 
-    One program computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
+    Without q, write u to o and the states that enter the chunks to states, like delta_states. One program
+    computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
     """
     LINES: gl.constexpr = 5 if DECAY == 2 else 1
-    dtype: gl.constexpr = q.dtype
+    RESTORE: gl.constexpr = q is None
+    dtype: gl.constexpr = k.dtype
     v0, i_h, n, row0, chunks, own, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
     line = i_h.to(gl.int64) * R + row0
-    ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
+    table, step = ((row0 // BT + n) * HV + i_h) * BK, HV * BK
     ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
+    ring_q, leaves = ring_k, ring_k  # placeholders that are never used
+    if RESTORE:
+        leaves = gl.allocate_shared_memory(dtype, [GROUPS, BK, BV], states.layout)
+    else:
+        ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
     ring_v = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, BT, BV], v.layout)
     ring_A = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], A.layout)
     lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -209,17 +237,20 @@ def delta_overlapped(
     # The four that include the loading warp keep 40 per thread, so the two groups get 232.
     if GROUPS == 1:
         gl.warp_specialize(
-            [(multiply, (ring, o, h0, ht, weights, written, own, leaving, row0, v0, v_column, chunks, scale,
-                         0, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
+            [(multiply, (ring, o, states, h0, ht, weights, written, leaves, own, leaving, row0, table, step,
+                         v0, v_column, chunks, scale, 0, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT,
+                         V_FIRST, STAGES, RESTORE)),
              (load, (ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK,
-                     BV, GROUPS, LINES, DECAY, STAGES))],
+                     BV, GROUPS, LINES, DECAY, STAGES, RESTORE))],
             [1], [40])
     else:
         gl.warp_specialize(
-            [(multiply, (ring, o, h0, ht, weights, written, own, leaving, row0, v0, v_column, chunks, scale,
-                         0, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
-             (multiply, (ring, o, h0, ht, weights, written, own, leaving, row0, v0, v_column, chunks, scale,
-                         1, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT, V_FIRST, STAGES)),
+            [(multiply, (ring, o, states, h0, ht, weights, written, leaves, own, leaving, row0, table, step,
+                         v0, v_column, chunks, scale, 0, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT,
+                         V_FIRST, STAGES, RESTORE)),
+             (multiply, (ring, o, states, h0, ht, weights, written, leaves, own, leaving, row0, table, step,
+                         v0, v_column, chunks, scale, 1, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT,
+                         V_FIRST, STAGES, RESTORE)),
              (load, (ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK,
-                     BV, GROUPS, LINES, DECAY, STAGES))],
+                     BV, GROUPS, LINES, DECAY, STAGES, RESTORE))],
             [4, 1], [232, 40])

@@ -66,7 +66,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # other GPUs two stages spill less than one.
     slim = before and bytes_each == 2 and padded(problem.K) == 128
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
-    kernels.append(_overlapped(problem, target, part) or walk("delta_scan", forward))
+    fast = _overlapped(problem, target, part)
+    kernels.append(fast or walk("delta_scan", forward))
     if problem.needs_grad:
         # without narrow states, a second stage needs too many registers (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
@@ -87,7 +88,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
                                    per_chunk | trait_set("mixed_sum"), num_stages)
                  for strip, num_stages in ways]
         back = _overlapped(problem, target, part, back=True)
-        kernels.append(walk("delta_states", states))
+        if not fast:  # it can also restore the states
+            kernels.append(walk("delta_states", states))
         if part or not back:  # split sequences always need delta_reverse, with ALONE
             kernels.append(walk("delta_reverse", reverse, moved))
         last = _overlapped_grads(problem, target, BT) or scans.least_spilled_that_fits(grads, target)
