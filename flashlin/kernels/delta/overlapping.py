@@ -188,7 +188,7 @@ def multiply(ring, o, states, h0, ht, weights_of, o_of, states_of, entering, lea
     states=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
 @gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots", "scale"])
 def delta_overlapped(
-    q, k,  # [rows, H, K]; q is None to restore the states
+    k, q,  # [rows, H, K]; q is None to restore the states
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
     betas, G,  # [HV, R], fp32
