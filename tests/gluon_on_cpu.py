@@ -473,6 +473,8 @@ def running(machine: str = "H200,triton=3.6.0", seed: int = 0) -> Iterator[list[
         names.append(one.kernel)
         every = {**arguments, **dict(one.tile)}
         plain = kernel.kernel if isinstance(kernel, Described) else kernel
+        if not isinstance(every[kernel.arg_names[0]], Tensor):
+            raise TypeError(f"the first argument of {one.kernel} is no tensor, so its device is unknown")
         if isinstance(plain, GluonJITFunction):
             emulate(kernel, programs, every, seed)
         else:

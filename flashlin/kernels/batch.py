@@ -151,7 +151,7 @@ class Batch:
         if self.H == x.shape[2]:
             return x
         heads: torch.Tensor = x.unflatten(2, (self.H, -1))
-        return heads.sum(3)  # torch adds in float32 and rounds once
+        return heads.sum(3).to(self.x.q.dtype)  # torch adds in float32, and rounds at the end
 
     def parts(self, launch: Launch, /, **more: Any) -> Iterator[dict[str, Any]]:
         """Yield, for each slice of the batch, the arguments that its kernels share, by parameter name.

@@ -1,7 +1,7 @@
 """Functions that the Gluon kernels for Hopper share (``*/overlapping*.py``).
 
 The scans have a ring of STAGES slots in shared memory. One warp loads the slots in turn with TMA, and groups
-of four warps multiply. The gradients' kernel of ``kernels/dplr`` has no loading warp.
+of four warps multiply. The gradients' kernels (``overlapping_grads.py``) have no loading warp.
 
 Gluon came with Triton 3.5, so only these kernels import this module.
 """

@@ -359,7 +359,7 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: d
 
     The kernel supports dense sequences of whole chunks, and heads of 64 or 128. It waits at its own barriers,
     so a wrong one would make it hang. Therefore it is used only if it has run on this kind of GPU.
-    tile: BT, BK (equal to K), BV and STAGES, and GROUPS if a program computes GROUPS times BV columns.
+    tile: BT, BK, BV and others, such as GROUPS if a program computes GROUPS times BV columns.
     """
     columns = tile["BV"] * tile.get("GROUPS", 1)
     if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4

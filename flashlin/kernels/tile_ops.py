@@ -1,9 +1,8 @@
 """Triton functions that the kernels of all families share: rows of a sequence, tiles, decays, states.
 
 These parameters have the same meaning in all kernels. A kernel has a comment for a parameter of this table
-only if the parameter has another meaning there. Kernels also show the shapes of their tensors. Functions that
-they call have the same tensors under the same names. A row is one token; rows are counted through the whole
-batch.
+only if the parameter has another meaning there. Only kernels show the shapes of their tensors; functions that
+they call use the same names. A row is one token; rows are counted through the whole batch.
 
     T       tokens of a sequence                N       number of sequences
     H       heads; of q and k if there is HV    HV      heads of v

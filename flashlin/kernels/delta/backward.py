@@ -330,7 +330,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     HV, K, V = batch.HV, batch.K, batch.V
     reversing = plan.launch("delta_overlapped_back", "delta_reverse")
     finishing = plan.launch("delta_overlapped_grads", "delta_grads")
-    restoring = plan.launch("delta_overlapped", "delta_states")
+    restoring = plan.launch("delta_states", "delta_overlapped")
     grads = batch.gradients(needs, "q", "k", "p", "v", "beta", "g")
     constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=batch.decay,
                      EARLIER=x.p is not None)

@@ -81,16 +81,10 @@ def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
 
 @triton.jit
 def put_both(
-    A, A_low,  # [rows, HV, BT]
-    X,  # [SIDE, SIDE]
-    first,
-    t0,  # first token of the tile
-    length, i_h, HV,
-    BT: tl.constexpr,
-    column: tl.constexpr,  # first column of the tile
-    SIDE: tl.constexpr, HAS_LOW: tl.constexpr,
+    A, A_low, X, first, t0, length, i_h, HV, BT: tl.constexpr, column: tl.constexpr, SIDE: tl.constexpr,
+    HAS_LOW: tl.constexpr,
 ):
-    """Store X as a tile of A that begins at row t0 and the given column.
+    """Store X [SIDE, SIDE] as a tile of A that begins at token t0 and the given column.
 
     With HAS_LOW, store the error of rounding X to A's dtype in A_low.
     """

@@ -4,8 +4,8 @@ TMA loads the rows do, u and dy once. The state, its gradient, q and k arrive in
 next one while a strip is computed. dq and dk leave through the memory of the strip. Two programs fit a
 multiprocessor, so one computes while the other waits.
 
-The scores of pairs are in shared memory. Only the product of Z^T with beta k takes its left operand from
-registers, as (Diag(beta) Z)^T.
+The gradients of scores, ds and z, are in shared memory. Only the product of z^T with beta k takes its left
+operand from registers, as (Diag(beta) z)^T.
 """
 
 from triton.experimental import gluon

@@ -66,7 +66,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # other GPUs two stages spill less than one.
     slim = before and bytes_each == 2 and padded(problem.K) == 128
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
-    fast = _overlapped(problem, target, part)
+    fast = _overlapped(problem, target, part, BT)
     kernels.append(fast or walk("delta_scan", forward))
     if problem.needs_grad:
         # without narrow states, a second stage needs too many registers (benchmarks/results/kernels-*)
@@ -87,34 +87,33 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         grads = [scans.over_tokens("delta_grads", problem, tile(strip), finishing(strip, num_stages),
                                    per_chunk | trait_set("mixed_sum"), num_stages)
                  for strip, num_stages in ways]
-        back = _overlapped(problem, target, part, back=True)
-        if not fast:  # it can also restore the states
+        back = _overlapped(problem, target, part, BT, back=True)
+        if narrow or not fast:  # it also restores the states, but with fewer programs than narrow strips
             kernels.append(walk("delta_states", states))
         if part or not back:  # split sequences always need delta_reverse, with ALONE
             kernels.append(walk("delta_reverse", reverse, moved))
-        last = _overlapped_grads(problem, target, BT) or scans.least_spilled_that_fits(grads, target)
-        kernels += [*([back] if back else []), last]
+        kernels += [*([back] if back else []), _overlapped_grads(problem, target, BT)
+                    or scans.least_spilled_that_fits(grads, target)]
     return tuple(kernels)
 
 
 def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | None:
     """Return the launch of the gradients' kernel in Gluon, or None if it cannot be used. It has no p."""
-    V, BK = problem.V, 32
+    V, tile = problem.V, {"BT": BT, "BK": 32, "BV": problem.V}
     if BT != BLOCK or V not in (64, 128) or "p" in problem.options:
         return None
-    shared = 2 * (3 * BT * V + 4 * BK * (V + BT) + 2 * BT * BT) + 1024
-    return scans.overlapped("delta_overlapped_grads", problem, target, 0, {"BT": BT, "BK": BK, "BV": V},
-                            shared)
+    shared = 2 * (3 * BT * V + 4 * 32 * (V + BT) + 2 * BT * BT) + 1024
+    return scans.overlapped("delta_overlapped_grads", problem, target, 0, tile, shared)
 
 
-def _overlapped(problem: Problem, target: Target, part: int, back: bool = False) -> Launch | None:
+def _overlapped(problem: Problem, target: Target, part: int, BT: int, back: bool = False) -> Launch | None:
     """Return the launch of the forward scan in Gluon, or None if it cannot be used.
 
     It does not support p. back: True for the reverse scan instead.
     """
-    if "p" in problem.options:
+    if BT != BLOCK or "p" in problem.options:
         return None
-    K, BT, BV = problem.K, BLOCK, 64
+    K, BV = problem.K, 64
     groups = 1 if problem.V % (2 * BV) else 2
     slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
     written = 2 * BV * (BT + K) if back else 4 * BT * BV

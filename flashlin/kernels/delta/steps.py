@@ -29,20 +29,14 @@ def sums_read(G, D, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def written(
-    h,  # [BK, BV], fp32: the state before the chunk
-    b_p,  # [BT, BK]: vectors of the predictions, which read h
-    b_k,  # [BT, BK]
-    b_v,  # [BT, BV]
-    b_A,  # [BT, BT]
-    b_beta,  # [BT]
-    read,  # [BT]: log2 decay of h at each read
-    D,  # [BT]: cumulative log2 decays of the chunk
-    total,  # log2 decay of the whole chunk
-    b_low,  # [BT, BT]: with HALF, the rounding error of A
-    DECAY: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+    h, b_p, b_k, b_v, b_A, b_beta, read, D, total, b_low, DECAY: tl.constexpr, HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Return u [BT, BV] and the final state [BK, BV] of a chunk, with the notation of forward.py.
 
+    h: the state before the chunk, [BK, BV], fp32. b_p: vectors of the predictions, which read h, [BT, BK].
+    b_k, b_v, b_A, b_beta: [BT, BK], [BT, BV], [BT, BT] and [BT]. b_low: with HALF, the rounding error of b_A.
+    read: log2 decay of h at each read. D, total: cumulative log2 decays of the chunk, and their total.
     HALF: compensate the rounding of A and y to 16 bits in the product A y, as the reverse scan does.
     """
     ph = tl.dot(b_p, h.to(b_k.dtype), input_precision=PRECISION)

@@ -18,26 +18,29 @@ from flashlin.kernels.gla.recipe import halves_all, one_is_proven
 from flashlin.kernels.recurrent import recipe as recurrent
 
 # Choices for speed. With two writing vectors, halved chunks have HALVED tokens, because four tiles of 64 rows
-# by K would leave a multiprocessor only one program. The scans of two writing vectors, and of chunks that
-# short, have no registers for a second stage. In float32, chunks of 32 tokens with more than 64 channels
-# spill tens of kilobytes per thread.
+# by K would leave a multiprocessor only one program. With one, they have HALVED tokens where longer ones
+# spill (LONG_SPILLS). The scans of two writing vectors, and of chunks that short, have no registers for a
+# second stage. In float32, chunks of 32 tokens with more than 64 channels spill tens of kilobytes per thread.
 HALVED = 32
 WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one program per chunk
 
 
-# Tiles of the gradients' kernel in 16 bits, with one and with two writing vectors: the fastest on an H200
-# with Triton 3.6.0 (benchmarks/results/kernels-*). Releases before TIMED use 4 warps, except 3.4 on Hopper.
-# Known issues exclude 8 warps there before 3.4. GPUs with 64 lanes per warp also use 4. There 8 warps have
-# too few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
+# Tiles of the gradients' kernel in 16 bits. OF_ONE, for one writing vector, is the fastest on an H200 with
+# Triton 3.6.0 (benchmarks/results/kernels-*). OF_TWO, for two, was the fastest before HALF. Releases before
+# TIMED use 4 warps, except 3.4 on Hopper. Known issues exclude 8 warps there before 3.4. GPUs with 64 lanes
+# per warp also use 4. There 8 warps have too few registers each: 0.8 KB per thread spill, compiled for gfx942
+# with 3.6.0.
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
-# Only timed on Hopper (benchmarks/results/chunk-programs-* and halved-tiles-*): heads of up to 64 with one
-# writing vector, and halved chunks with two. Before 3.5, OF_ONE spills 1.7 KB on Hopper, and SMALL nothing.
+# Tiles that were only timed on Hopper (benchmarks/results/chunk-programs-*, halved-tiles-*): SMALL for heads
+# of up to 64 with one writing vector, HALF for two. With 3.4, OF_ONE spills up to 2.5 KB there, and SMALL
+# nothing. Before 3.4, HALF with 32 columns spills least for one writing vector.
 SMALL, HALF = Strip(32, 32, 8), Strip(16, 64, 4)
 TIMED, EIGHT_WARPS = (3, 5), (3, 4)
-# Releases with which halved chunks of 64 tokens spill 1.1 to 2.6 KB with one writing vector (compiled), by
-# compute capability, and those with which only chunks of packed sequences do. Chunks of 32 replace them.
-LONG_SPILLS = {(8, 0): ((3, 3), (3, 4)), (8, 7): ((3, 3), (3, 4)), (9, 0): ((3, 3),)}
-PACKED_SPILLS = {(9, 0): ((3, 2), (3, 9))}
+# Releases with which halved chunks of 64 tokens with one writing vector spill 1.1 to 2.6 KB (compiled), by
+# compute capability. They are replaced by chunks of 32.
+LONG_SPILLS = {(8, 0): ((3, 3), (3, 4)), (8, 7): ((3, 3), (3, 4)), (9, 0): ((3, 0), (3, 1), (3, 2), (3, 3))}
+# The same, if only the chunks of packed sequences spill.
+PACKED_SPILLS = {(9, 0): ((3, 9),)}
 # Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
 # scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
 # for segments of LONG tokens or more.
@@ -149,11 +152,11 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
     hopper, version = is_hopper(target), release(target.triton)
     small = problem.K <= BLOCK and hopper
-    eight = lanes(target.arch) == 32 and version >= (EIGHT_WARPS if hopper else TIMED)
-    warps = min(problem.max_warps, 8 if eight else 4)
+    warps = min(problem.max_warps, 8 if lanes(target.arch) == 32 and version >= (
+        EIGHT_WARPS if hopper else TIMED) else 4)
     best = SMALL if small or (hopper and version < TIMED) else OF_ONE
     if two or (hopper and version < EIGHT_WARPS):
-        best = OF_TWO if not hopper else HALF if two else HALF._replace(V=32)
+        best = OF_TWO if not hopper else HALF._replace(V=64 if two else 32)
     narrow_strip = Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)
     strips, narrowest = [narrow_strip], narrow_strip._replace(K=16)
     fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
@@ -184,16 +187,18 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         backward = grads(config.BT).traits & trait_set("narrow_grads") if problem.needs_grad else frozenset()
         return forward | backward
-    spilling = LONG_SPILLS.get(target.capability, ()) + (
-        PACKED_SPILLS.get(target.capability, ()) if problem.varlen else ())
+    spilling = LONG_SPILLS.get(target.capability, ())
+    spilling += PACKED_SPILLS.get(target.capability, ()) if problem.varlen else ()
     halved = kind == "halves" and (two or (bytes_each == 2 and version[:2] in spilling))
     longest = 16 if short or (bytes_each == 4 and problem.K > 64) else HALVED if halved else BLOCK
     # With two warps, strips of 64 columns of a state of 128 rows spill 1.2 to 2.4 KB per thread, strips of 32
     # at most 0.3 KB (compiled for sm_100 with 3.7.1). Sequences are then split less often, because a scan has
     # twice as many programs. Neither was timed.
-    most = 32 if problem.max_warps < 4 and problem.K > 64 else 64
-    if problem.K > 2 * WIDE and version[:2] == (3, 4) and target.capability >= (10, 0):
-        most = 16  # 32 columns spill 1.2 to 20 KB (compiled for sm_100 and sm_120)
+    few, large = problem.max_warps < 4, problem.K > 2 * WIDE
+    most = 32 if few and problem.K > WIDE else 64
+    if version[:2] == (3, 4) and target.capability >= (10, 0) and (large or (few and two and most == 32)):
+        most = 16  # 32 columns spill 1.0 to 20 KB (compiled for sm_100 and sm_120)
+        longest = min(longest, 16) if few and large else longest
     candidates = (config._replace(BV=min(config.BV, most))
                   for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
                   if config.BT <= longest and (config.num_stages == 1 or (config.BT > HALVED and not two)))
@@ -268,7 +273,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
             kernels.append(walk("dplr_states", single, scanning(single)))
         back = _overlapped(problem, target, part, BT, two, back=True)
         if part or not back:  # split sequences always need dplr_reverse, with ALONE
-            if two and problem.K > 2 * WIDE and hopper:  # 32 columns with 4 warps spill 1.1 to 2.3 KB
+            if two and large and hopper:  # 32 columns with 4 warps spill 1.1 to 2.3 KB
                 single = single._replace(num_warps=warps) if version >= TIMED else single._replace(BV=16)
             kernels.append(walk("dplr_reverse", single, reverse(single)))
         kernels += [*([back] if back else []), *gradients]

@@ -101,20 +101,14 @@ def pointwise_gate_backward(
 
 @triton.jit
 def unmixed(
-    dy,  # [rows, D]
-    x,  # [D]
-    delta, dh, ddelta, total,  # [BT, BD]
-    first,  # the program's first row
-    rows,
-    cols,  # [BD]: columns
-    there,  # [BD]: True for columns that exist
-    D: tl.constexpr, BT: tl.constexpr,
+    dy, x, delta, dh, ddelta, total, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr,
 ):
     """Add the contributions of one output y = h + delta x of the op mix to the gradients of h, delta and x.
 
     Returns the three sums, each [BT, BD].
 
-    total: gradient of x [BT, BD], before its sum over rows.
+    total: gradient of x [BT, BD], before its sum over rows. delta, dh and ddelta are [BT, BD], too.
+    first: the program's first row. cols, there: the columns, and True for columns that exist, [BD].
     """
     b_dy = tile(dy, first, rows, cols, there, D, BT)
     return dh + b_dy, ddelta + b_dy * line(x, cols, there), total + b_dy * delta

@@ -83,18 +83,14 @@ def line(x, cols, there):
 
 @triton.jit
 def opened(
-    g,  # [rows, D]
-    A_log,  # [D // K]
-    dt_bias,  # [D]
-    first,  # the program's first row
-    rows,
-    cols,  # [BD]: columns
-    there,  # [BD]: True for columns that exist
-    D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    g, A_log, dt_bias, first, rows, cols, there, D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr,
 ):
     """Return the inputs of a gate: g + dt_bias [BT, BD], and e^A_log [1, BD].
 
     A head of K columns has one A_log. dt_bias and A_log may be None, which means 0.
+
+    first: the program's first row. cols, there: the columns, and True for columns that exist, [BD].
     """
     z = tile(g, first, rows, cols, there, D, BT)
     if dt_bias is not None:
@@ -132,16 +128,9 @@ def pointwise_gate(
 
 @triton.jit
 def mixed(
-    h, delta,  # [BT, BD]
-    x,  # [D]
-    y,  # [rows, D]
-    first,  # the program's first row
-    rows,
-    cols,  # [BD]: columns
-    there,  # [BD]: True for columns that exist
-    D: tl.constexpr, BT: tl.constexpr,
+    h, delta, x, y, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr,
 ):
-    """Store one output of a mix, h + delta x, in y [rows, D]."""
+    """Store one output of a mix, h + delta x, in y [rows, D]; h and delta are [BT, BD]. See ``opened``."""
     put(y, h + delta * line(x, cols, there), first, rows, cols, there, D, BT)
 
 

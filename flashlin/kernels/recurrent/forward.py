@@ -60,7 +60,7 @@ def decayed(
 ):
     """Return the state S after the decays of one token: g, gamma, gk and gv, each of which may be None.
 
-    The parameters are those of ``updated``.
+    ``recurrent_forward`` has the shapes of tensors, and ``updated`` explains the other parameters.
     """
     if g is not None:
         rate = tl.load(g + row).to(tl.float32)

@@ -511,6 +511,8 @@ def grads_of_share(
 
     The GROUP heads that share q and k are divided into slices of at most BH heads. For each head, the part of
     dg that comes from these BK channels is stored as well.
+
+    i_s, i_k: indices of the slice of heads, and of the block of BK channels.
     """
     SHARES: tl.constexpr = (GROUP + BH - 1) // BH
     i_g = i_s // SHARES
