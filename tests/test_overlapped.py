@@ -54,6 +54,23 @@ def planned(op: str, machine: str = HOPPER, policy: Policy = TRIAL, **facts: Any
     return found.config
 
 
+def test_shorter_chunks_of_delta_rules_have_no_overlapping_kernel() -> None:
+    """These kernels read the inverses of chunks of 64 tokens."""
+    found = dispatch.plan(problem("chunk_gated_delta_rule", needs_grad=True, avoid=frozenset({"chunks of 64"})),
+                          parse(HOPPER), TRIAL).launches
+    assert {dict(launch.tile).get("BT", 32) for launch in found} == {32}
+    assert not [launch.kernel for launch in found if "overlapped" in launch.kernel]
+
+
+@pytest.mark.parametrize(("heads", "plain"), [(64, False), (4, True)])
+def test_narrow_strips_restore_the_states_of_delta_rules(heads: int, plain: bool) -> None:
+    """Elsewhere the overlapping kernel of the forward scan does."""
+    found = dispatch.plan(problem("chunk_gated_delta_rule", needs_grad=True, H=heads),
+                          parse(f"{HOPPER},sms=132"), TRIAL)
+    assert found.has("delta_overlapped") and found.has("delta_overlapped_grads")
+    assert found.has("delta_states") == plain
+
+
 def test_it_is_taken_where_it_has_run(op: str, monkeypatch: pytest.MonkeyPatch,
                                       fresh: Callable[[], None]) -> None:
     config = planned(op)

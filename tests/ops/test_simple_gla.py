@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashlin
+from flashlin.kernels.batch import Batch
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.kernels.simple_gla import torch_path
 from flashlin.ops._common.slopes import lightning_slopes, retention_slopes, slopes_dtype
@@ -753,3 +755,12 @@ def test_fused_chunk_ops_are_the_chunked_ones() -> None:
                        match=r"g_gamma: got both g and g_gamma, need one of them \(chunk_simple_gla adds "
                              r"them up\)"):
         flashlin.fused_chunk_simple_gla(**given, g_gamma=gamma)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_summed_over_heads_have_the_dtype_of_q(dtype: torch.dtype) -> None:
+    """Kernels write float32 if over 16 heads share one head of q and k."""
+    batch = Batch.__new__(Batch)
+    batch.H, batch.x = 2, SimpleNamespace(q=torch.zeros(1, dtype=torch.bfloat16))
+    found = batch.of_groups(torch.ones(1, 3, 6, 4, dtype=dtype))
+    assert found.dtype == torch.bfloat16 and torch.equal(found, torch.full((1, 3, 2, 4), 3.0).bfloat16())
