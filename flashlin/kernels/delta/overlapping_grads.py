@@ -1,11 +1,11 @@
 """The gradients of ``backward.py`` for Hopper, in Gluon, with one program for each chunk and head.
 
 TMA loads the rows do, u and dy once. The state, its gradient, q and k arrive in strips of BK channels, the
-next one while a strip is computed. dq and dk leave through the memory of the strip. Two programs fit a
-multiprocessor, so one computes while the other waits.
+next one while a strip is computed. dq and dk are stored from the shared memory that held q and k. Two
+programs fit a multiprocessor, so one computes while the other waits.
 
-The gradients of scores, ds and z, are in shared memory. Only the product of z^T with beta k takes its left
-operand from registers, as (Diag(beta) z)^T.
+The gradients of scores, ds and z, are in shared memory. Only one left operand is in registers: the transpose
+of Diag(beta) z, which is multiplied by k.
 """
 
 from triton.experimental import gluon
@@ -25,7 +25,7 @@ from flashlin.kernels.gluon_ops import async_load, async_store, barrier
 @gluon.jit
 def load_strip(ring, states, dstates, q, k, full, table, row, column, i, BT: gl.constexpr, BK: gl.constexpr,
                BV: gl.constexpr):
-    """Load strip i of the channels: of a chunk's state and its gradient, from row ``table``, and of q, k."""
+    """Load strip i of q, of k, and of the chunk's state and its gradient, which begin at row ``table``."""
     ring_h, ring_dh, ring_q, ring_k = ring
     bar = full.index(i % 2)
     mbarrier.expect(bar, 4 * BK * (BV + BT))
