@@ -69,7 +69,7 @@ def test_where_they_are_not(machine: str, facts: dict[str, Any]) -> None:
     launches = planned(machine=machine, **facts)
     wide = min(64, facts.get("V", 64))
     found = launches.keys() & {"delta_scan", "delta_states", "delta_reverse"}
-    assert facts.get("dtype") == "float32" or {launches[name].block("BV") for name in found} == {wide}
+    assert facts.get("dtype") == "float32" or {launches[name].block("BV") for name in found} <= {wide}
     assert "delta_reverse" not in launches or launches["delta_reverse"].num_stages == 1
 
 
