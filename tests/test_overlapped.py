@@ -56,8 +56,8 @@ def planned(op: str, machine: str = HOPPER, policy: Policy = TRIAL, **facts: Any
 
 def test_shorter_chunks_of_delta_rules_have_no_overlapping_kernel() -> None:
     """These kernels read the inverses of chunks of 64 tokens."""
-    found = dispatch.plan(problem("chunk_gated_delta_rule", needs_grad=True, avoid=frozenset({"chunks of 64"})),
-                          parse(HOPPER), TRIAL).launches
+    short = problem("chunk_gated_delta_rule", needs_grad=True, avoid=frozenset({"chunks of 64"}))
+    found = dispatch.plan(short, parse(HOPPER), TRIAL).launches
     assert {dict(launch.tile).get("BT", 32) for launch in found} == {32}
     assert not [launch.kernel for launch in found if "overlapped" in launch.kernel]
 

@@ -68,8 +68,8 @@ def add_channels(
     times its erase rates, or k. Return all of these, and then b times its decay since the chunk's start,
     [BT, BK]. k is as given. The caller multiplies by beta and divides by the lengths of k.
 
-    ``dplr_prepare_raw`` has the shapes of tensors. L and b_P are [BT, BT], and qk, highest, kk, ka, aa, qq and
-    b_beta are [BT]. of_q: [BT], 1 / length of each row of q.
+    ``dplr_prepare_raw`` has the shapes of tensors. L and b_P are [BT, BT], and qk, highest, kk, ka, aa, qq
+    and b_beta are [BT]. of_q: [BT], 1 / length of each row of q.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     columns = k0 + tl.arange(0, BK)
