@@ -213,7 +213,7 @@ def met() -> frozenset[str]:
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.remedies], ids=by_id)
 @pytest.mark.alternate
 def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: KnownIssue) -> None:
-    assert (issue.id in met()) == ours(issue), (
+    assert issue.id in met() or not ours(issue), (
         "no plan triggers it: another issue, earlier in KNOWN_ISSUES, rejects the same launches")
     asked = few()[0]
     on, family = afflicted(issue), FAMILIES[asked.family]

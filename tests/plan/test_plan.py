@@ -364,7 +364,7 @@ def test_without_tensor_cores_16_bit_operands_are_made_32(triton: str, sm: int, 
     ("3.6.0", "chunk_simple_gla", 256, 256, ["hopper-narrow-state"]),
     ("3.6.0", "chunk_gla", 32, 64, ["hopper-narrow-state"]),
     ("3.9.0", "chunk_kda", 16, 16, ["hopper-narrow-state"]),
-    ("3.2.0", "chunk_kda", 32, 64, ["narrow-state-32"]),
+    ("3.2.0", "chunk_gla", 32, 64, ["narrow-state-32"]),
     ("3.2.0", "chunk_delta_rule", 256, 256, ["narrow-state-32", "tall-state-32"])])
 def test_a_tile_that_fails_is_passed_over_for_the_next(triton: str, op: str, K: int, V: int,
                                                        codes: list[str]) -> None:

@@ -19,11 +19,10 @@ from flashlin.kernels.recurrent import recipe as recurrent
 
 # Choices for speed. With two writing vectors, halved chunks have HALVED tokens, because four tiles of 64 rows
 # by K would leave a multiprocessor only one program. With one, they have HALVED tokens where longer ones
-# spill (LONG_SPILLS). The scans of two writing vectors, and of chunks that short, have no registers for a
+# spill (HOPPER_SPILLS). The scans of two writing vectors, and of chunks that short, have no registers for a
 # second stage. In float32, chunks of 32 tokens with more than 64 channels spill tens of kilobytes per thread.
 HALVED = 32
 WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one program per chunk
-
 
 # Tiles of the gradients' kernel in 16 bits. OF_ONE, for one writing vector, is the fastest on an H200 with
 # Triton 3.6.0 (benchmarks/results/kernels-*). OF_TWO, for two, was the fastest before HALF. Releases before
@@ -36,11 +35,11 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 # nothing. Before 3.4, HALF with 32 columns spills least for one writing vector.
 SMALL, HALF = Strip(32, 32, 8), Strip(16, 64, 4)
 TIMED, EIGHT_WARPS = (3, 5), (3, 4)
-# Releases with which halved chunks of 64 tokens with one writing vector spill 1.1 to 2.6 KB (compiled), by
-# compute capability. They are replaced by chunks of 32.
-LONG_SPILLS = {(8, 0): ((3, 3), (3, 4)), (8, 7): ((3, 3), (3, 4)), (9, 0): ((3, 0), (3, 1), (3, 2), (3, 3))}
-# The same, if only the chunks of packed sequences spill.
-PACKED_SPILLS = {(9, 0): ((3, 9),)}
+# The first and the last release with which halved chunks of 64 tokens with one writing vector spill 1.1 to
+# 2.6 KB (compiled), on Hopper, and on A100 and Orin. They are replaced by chunks of 32. On Hopper, those of
+# packed sequences also spill with 3.9.
+HOPPER_SPILLS = ((3, 0), (3, 3))
+AMPERE_SPILLS = ((3, 3), (3, 4))
 # Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
 # scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
 # for segments of LONG tokens or more.
@@ -151,9 +150,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         return scanning(config, 1 + config.num_stages, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
     hopper, version = is_hopper(target), release(target.triton)
-    small = problem.K <= BLOCK and hopper
     warps = min(problem.max_warps, 8 if lanes(target.arch) == 32 and version >= (
         EIGHT_WARPS if hopper else TIMED) else 4)
+    small = problem.K <= BLOCK and hopper
     best = SMALL if small or (hopper and version < TIMED) else OF_ONE
     if two or (hopper and version < EIGHT_WARPS):
         best = OF_TWO if not hopper else HALF._replace(V=64 if two else 32)
@@ -187,9 +186,10 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         backward = grads(config.BT).traits & trait_set("narrow_grads") if problem.needs_grad else frozenset()
         return forward | backward
-    spilling = LONG_SPILLS.get(target.capability, ())
-    spilling += PACKED_SPILLS.get(target.capability, ()) if problem.varlen else ()
-    halved = kind == "halves" and (two or (bytes_each == 2 and version[:2] in spilling))
+    first, last = HOPPER_SPILLS if hopper else AMPERE_SPILLS
+    spills = (hopper or target.capability in ((8, 0), (8, 7))) and first <= version[:2] <= last
+    spills |= hopper and problem.varlen and version[:2] == (3, 9)
+    halved = kind == "halves" and (two or (spills and bytes_each == 2))
     longest = 16 if short or (bytes_each == 4 and problem.K > 64) else HALVED if halved else BLOCK
     # With two warps, strips of 64 columns of a state of 128 rows spill 1.2 to 2.4 KB per thread, strips of 32
     # at most 0.3 KB (compiled for sm_100 with 3.7.1). Sequences are then split less often, because a scan has
