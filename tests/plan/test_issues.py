@@ -235,7 +235,8 @@ def test_ignoring_a_known_issue_removes_its_steps(issue: KnownIssue) -> None:
         for asked, plain in zip(few()[::3], codes()[on][::3], strict=True):
             assert issue.id not in {reason.code for reason, _ in fresh(asked, on, ignoring).steps}
             removed += issue.id in plain
-    assert bool(removed) == (issue.id in met())
+    # Some issues are met only by a development build, which is none of RELEASES.
+    assert bool(removed) == (issue.id in met() and ours(issue))
 
 
 def test_policy_off_takes_no_step_for_a_known_issue() -> None:
