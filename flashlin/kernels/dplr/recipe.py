@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from flashlin.compat.target import Target, lanes
 from flashlin.compat.traits import of_tile, trait_set
-from flashlin.compat.versions import release
+from flashlin.compat.versions import affected, release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.plan_types import Launch, Problem, traits_of
 from flashlin.kernels import scans
@@ -19,7 +19,7 @@ from flashlin.kernels.recurrent import recipe as recurrent
 
 # Choices for speed. With two writing vectors, halved chunks have HALVED tokens, because four tiles of 64 rows
 # by K would leave a multiprocessor only one program. With one, they have HALVED tokens where longer ones
-# spill (HOPPER_SPILLS). The scans of two writing vectors, and of chunks that short, have no registers for a
+# spill (AMPERE_SPILLS). The scans of two writing vectors, and of chunks that short, have no registers for a
 # second stage. In float32, chunks of 32 tokens with more than 64 channels spill tens of kilobytes per thread.
 HALVED = 32
 WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one program per chunk
@@ -34,11 +34,10 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 # of up to 64 with one writing vector, HALF for two. With 3.4, OF_ONE spills up to 2.5 KB there, and SMALL
 # nothing. Before 3.4, HALF with 32 columns spills least for one writing vector.
 SMALL, HALF = Strip(32, 32, 8), Strip(16, 64, 4)
-TIMED, EIGHT_WARPS = (3, 5), (3, 4)
-# The first and the last release with which halved chunks of 64 tokens with one writing vector spill 1.1 to
-# 2.6 KB (compiled), on Hopper, and on A100 and Orin. They are replaced by chunks of 32. On Hopper, those of
-# packed sequences also spill with 3.9.
-HOPPER_SPILLS = ((3, 0), (3, 3))
+TIMED, EIGHT_WARPS = (3, 5), "3.4.0"
+# Releases with which halved chunks of 64 tokens with one writing vector spill 1.1 to
+# 2.6 KB on A100 and Orin (compiled). They are replaced by chunks of 32. The same holds on Hopper before
+# EIGHT_WARPS, and for packed sequences with 3.9.
 AMPERE_SPILLS = ((3, 3), (3, 4))
 # Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
 # scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
@@ -150,11 +149,12 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         return scanning(config, 1 + config.num_stages, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
     hopper, version = is_hopper(target), release(target.triton)
-    warps = min(problem.max_warps, 8 if lanes(target.arch) == 32 and version >= (
-        EIGHT_WARPS if hopper else TIMED) else 4)
+    old = hopper and affected(target.triton, None, EIGHT_WARPS)
+    eight = lanes(target.arch) == 32 and (not old if hopper else version >= TIMED)
+    warps = min(problem.max_warps, 8 if eight else 4)
     small = problem.K <= BLOCK and hopper
     best = SMALL if small or (hopper and version < TIMED) else OF_ONE
-    if two or (hopper and version < EIGHT_WARPS):
+    if two or old:
         best = OF_TWO if not hopper else HALF._replace(V=64 if two else 32)
     narrow_strip = Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)
     strips, narrowest = [narrow_strip], narrow_strip._replace(K=16)
@@ -186,9 +186,8 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         backward = grads(config.BT).traits & trait_set("narrow_grads") if problem.needs_grad else frozenset()
         return forward | backward
-    first, last = HOPPER_SPILLS if hopper else AMPERE_SPILLS
-    spills = (hopper or target.capability in ((8, 0), (8, 7))) and first <= version[:2] <= last
-    spills |= hopper and problem.varlen and version[:2] == (3, 9)
+    spills = old or (hopper and problem.varlen and version[:2] == (3, 9)) or (
+        target.capability in ((8, 0), (8, 7)) and version[:2] in AMPERE_SPILLS)
     halved = kind == "halves" and (two or (spills and bytes_each == 2))
     longest = 16 if short or (bytes_each == 4 and problem.K > 64) else HALVED if halved else BLOCK
     # With two warps, strips of 64 columns of a state of 128 rows spill 1.2 to 2.4 KB per thread, strips of 32
