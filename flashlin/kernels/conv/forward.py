@@ -102,7 +102,7 @@ def convolved(
 ):
     """Return z [BT, BD] in fp32, the sum of the bias and W taps before the activation.
 
-    filters: [BD, BW]. bias: [D]. The other parameters are those of ``tap``.
+    filters: [BD, BW]. bias: [D]. ``tap`` explains the other parameters.
     """
     z = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_BIAS:

@@ -107,7 +107,7 @@ def unmixed(
 
     Returns the three sums, each [BT, BD].
 
-    total: gradient of x [BT, BD], before its sum over rows. delta, dh and ddelta are [BT, BD], too.
+    total: gradient of x [BT, BD], before its sum over rows. The shape of delta, dh and ddelta is [BT, BD].
     first: the program's first row. cols, there: the columns, and True for columns that exist, [BD].
     """
     b_dy = tile(dy, first, rows, cols, there, D, BT)
