@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from flashlin.compat.target import Target, lanes
 from flashlin.compat.traits import of_tile, trait_set
-from flashlin.compat.versions import affected, release
+from flashlin.compat.versions import is_unreleased, release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.plan_types import Launch, Problem, traits_of
 from flashlin.kernels import scans
@@ -34,7 +34,7 @@ OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 # of up to 64 with one writing vector, HALF for two. With 3.4, OF_ONE spills up to 2.5 KB there, and SMALL
 # nothing. Before 3.4, HALF with 32 columns spills least for one writing vector.
 SMALL, HALF = Strip(32, 32, 8), Strip(16, 64, 4)
-TIMED, EIGHT_WARPS = (3, 5), "3.4.0"
+TIMED, EIGHT_WARPS = (3, 5), (3, 4)
 # Releases with which halved chunks of 64 tokens with one writing vector spill 1.1 to
 # 2.6 KB on A100 and Orin (compiled). They are replaced by chunks of 32. The same holds on Hopper before
 # EIGHT_WARPS, and for packed sequences with 3.9.
@@ -149,7 +149,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
         return scanning(config, 1 + config.num_stages, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
     hopper, version = is_hopper(target), release(target.triton)
-    old = hopper and affected(target.triton, None, EIGHT_WARPS)
+    old = hopper and version < EIGHT_WARPS + (1,) * is_unreleased(target.triton)
     eight = lanes(target.arch) == 32 and (not old if hopper else version >= TIMED)
     warps = min(problem.max_warps, 8 if eight else 4)
     small = problem.K <= BLOCK and hopper
