@@ -167,7 +167,7 @@ class Shared:
     """A part of shared memory."""
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.dtype, self.layout = x, x.dtype, None
+        self.x, self.dtype, self.layout, self.shape = x, x.dtype, None, [*x.shape]
 
     def index(self, i: Any) -> Shared:
         if not 0 <= int(i) < len(self.x):

@@ -20,6 +20,8 @@ from flashlin.compat.subprocesses import channel
 from flashlin.kernels import scans
 from flashlin.kernels.delta.reference import recurrence
 
+decays = F.logsigmoid
+
 
 def sequences(op: str, device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int = 128,
               gated: bool = False, state: bool = False, v_first: bool = False,
@@ -91,7 +93,7 @@ def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int 
         x["k"][:, :, 0], x["beta"][:, :, 0], x["v"][:, :-8, 0] = (3.2 / D) ** 0.5, 1.0, 0.0
     x = {name: tensor.to(dtype) for name, tensor in x.items()}
     if gated:
-        x["g"] = F.logsigmoid(drawn(HV) + 2)
+        x["g"] = decays(drawn(HV) + 2)
     if state:
         h0 = torch.randn(B, HV, D, V, generator=draw)
         x["initial_state"] = h0.mT.contiguous() if v_first else h0

@@ -32,6 +32,8 @@ BY_DECAY, BY_TRANSFER = 13.0, 0.5
 # Tiles of the kernels that carry states: CARRIED is the largest side of a tile that is carried by decays.
 # STRIP is the largest number of state columns of a program that carries by transfer matrices.
 CARRIED, STRIP = 64, 16
+# Windows (dplr/windows.py) have fewer than NEAR chunks.
+NEAR = 64
 # State columns per program of scans that would use only a small share of the GPU, and the fewest tokens of
 # a call for which they are used. Shorter calls keep whole strips, so that the test cases cover both.
 NARROW, ENOUGH = 32, 1024
@@ -176,6 +178,24 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
     return Launch("carry_transferred", (strips,), min(4, problem.max_warps), 1,
                   (("BK", tall), ("BV", width), ("BC", deep)), each * deep, span,
                   trait_set("dot", "fp32_dot"), part)
+
+
+def windows_launches(problem: Problem, target: Target, part: int, facts: Launch) -> list[Launch]:
+    """Return ``facts`` and the launch of the kernel that finds windows of segments, or [] for no windows.
+
+    With few programs, heads without windows were slower: 0.39 ms instead of 0.26 at 6x1600x1x128.
+    part: tokens of a segment. facts: the launch that stores the facts of chunks.
+    """
+    segments = numbered(problem, part) * problem.H
+    tile = ("BT", facts.block("BT")), ("NEAR", NEAR)
+    launches = [facts, Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1, tile, 1024,
+                              problem.K * problem.V, frozenset(), part)]
+    return launches if part and segments >= target.sms // 4 and ran(launches, problem, target) else []
+
+
+def ran(launches: Iterable[Launch], problem: Problem, target: Target) -> bool:
+    """Return True if all launches have run on this kind of GPU, or for Triton's interpreter."""
+    return target.backend == "interpreter" or all(may_start(one, problem, target) for one in launches)
 
 
 def narrow_state(config: Config) -> frozenset[str]:
@@ -351,6 +371,17 @@ def state_launch(kernel: str, config: Config, problem: Problem, shared: int, tra
     return Launch(kernel, (numbered(problem, part) * problem.H * strips,),
                   min(config.num_warps, problem.max_warps), config.num_stages,
                   (("BT", config.BT), ("BK", config.BK), ("BV", config.BV)), shared, span, traits, part)
+
+
+def groups_of(problem: Problem, target: Target, part: int) -> int:
+    """Return the groups of four warps of a scan in Gluon, 1 or 2, each for 64 columns of the state.
+
+    One group takes less time for a chunk than two. So a group has a multiprocessor of its own if there are
+    enough. Calls of fewer than ENOUGH tokens have two, so that the test cases cover both.
+    """
+    columns = problem.V // 64
+    alone = problem.T >= ENOUGH and numbered(problem, part) * problem.H * columns <= target.sms
+    return 1 if columns % 2 or alone else 2
 
 
 def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: dict[str, int],

@@ -194,19 +194,19 @@ def carry_transferred(
 
 
 @triton.jit
-def identity_strip(
-    strip,  # number of the strip
-    NV: tl.constexpr,  # number of strips of v
-    i_part,  # number of the segment in its sequence
-    length,  # tokens of the segment
-    last,  # true for the last segment of the sequence
-    BK: tl.constexpr, BV: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
-):
+def identity_strip(strip, NV: tl.constexpr, i_part, length, last, BK: tl.constexpr, BV: tl.constexpr,
+                   HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr):
     """Return the initial state and two token counts of a program of step 1 (see the module).
 
     Strips below NV compute ``alone``, which starts from zeros. Later strips compute the transfer matrix,
     which starts from columns of the identity. The first count is the number of tokens to compute, which is 0
     if the result is not needed. The second count is the number of tokens with v, which is 0 for the transfer.
+
+    strip: number of the strip.
+    NV: number of strips of v.
+    i_part: number of the segment in its sequence.
+    length: tokens of the segment.
+    last: true for the last segment of the sequence.
     """
     columns = (strip - NV) * BV + tl.arange(0, BV)
     h = tl.where(tl.arange(0, BK)[:, None] == columns[None, :], 1.0, 0.0)
@@ -231,18 +231,15 @@ def added(h, left, right, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def own_part(
-    i_p,  # number of the segment
-    i_h,
-    undivided,  # [N, H], int32, or None
-    bounds,  # [N + 1] or None
-    T, N, H, L,
-    VARLEN: tl.constexpr, REVERSE: tl.constexpr,
-):
+def own_part(i_p, i_h, undivided, bounds, T, N, H, L, VARLEN: tl.constexpr, REVERSE: tl.constexpr):
     """Return the position of segment i_p, as ``part_of``, and the number of the segment to read a state from.
 
     The program starts from the carried state of that segment. A head that is marked in ``undivided`` is
     computed as one segment, its first; its other segments have no tokens.
+
+    i_p: number of the segment.
+    undivided: [N, H], int32, or None.
+    bounds: [N + 1] or None.
     """
     n, i_part, first, length, last = part_of(i_p, bounds, T, N, L, VARLEN)
     entered = i_p
@@ -297,11 +294,11 @@ def by_transfers(batch: Batch, part: dict[str, Any], kernel: Any, constants: dic
         _enter(part)
         return
     launch, alone = batch.plan.launch(kernel.fn.__name__), _states(batch, part, constants)
-    BV = launch.block("BV")
+    columns = launch.block("BV") * dict(launch.tile).get("GROUPS", 1)
     part["transfer"] = torch.empty(*alone.shape[:2], batch.K, batch.K, dtype=torch.float32,
                                    device=batch.device)
     part["undivided"] = torch.empty(part["N"], batch.HV, dtype=torch.int32, device=batch.device)
-    start(launch, kernel, part["parts"] * batch.HV * (-(-batch.V // BV) - (-batch.K // BV)), dict(
+    start(launch, kernel, part["parts"] * batch.HV * (-(-batch.V // columns) - (-batch.K // columns)), dict(
         constants, alone=alone, HAS_H0=part["h0"] is not None, HAS_DHT=has_dht), part)
     _enter(part)
     _carry(batch, part, constants, carry_transferred, False, alone=alone, PRECISION=_at_least_tf32x3(batch))

@@ -64,16 +64,14 @@ def gate_cumsum(
 
 
 @triton.jit
-def decays(
-    G,  # [H, R], fp32, or None
-    gamma,  # [H] or None
-    first, t0, length, i_h, R,
-    BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr,
-):
+def decays(G, gamma, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr):
     """Return the cumulative log2 decays of a chunk's tokens, [BT], and their total for the chunk.
 
     Rows after the end of the sequence do not decay, so they have the total. DECAY: 2 reads the sums in G, 1
     uses one rate gamma for each head, 0 is no decay. BLOCK: tokens of the blocks within which G is summed.
+
+    G: [H, R], fp32, or None.
+    gamma: [H] or None.
     """
     rows = tl.arange(0, BT)
     if DECAY == 2:
@@ -108,14 +106,11 @@ def scaled_decay(D_row, D_column, causal, scale):
 
 
 @triton.jit
-def tile(
-    x,  # [rows, H, D]
-    first, t0, length, i_h, H,
-    D: tl.constexpr,
-    d0,
-    BT: tl.constexpr, BD: tl.constexpr,
-):
-    """Load a [BT, BD] tile of one head of a [rows, H, D] tensor, with zeros outside the sequence."""
+def tile(x, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+    """Load a [BT, BD] tile of one head of a [rows, H, D] tensor, with zeros outside the sequence.
+
+    x: [rows, H, D].
+    """
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
     offsets = rows[:, None] * (H * D) + cols[None, :]
@@ -133,15 +128,12 @@ def beta_of(beta, first, t0, length, i_h, HV, BT: tl.constexpr):
 
 
 @triton.jit
-def put(
-    x,  # [rows, H, D]
-    value,  # [BT, BD]
-    first, t0, length, i_h, H,
-    D: tl.constexpr,
-    d0,
-    BT: tl.constexpr, BD: tl.constexpr,
-):
-    """Store a [BT, BD] tile into one head of a [rows, H, D] tensor."""
+def put(x, value, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+    """Store a [BT, BD] tile into one head of a [rows, H, D] tensor.
+
+    x: [rows, H, D].
+    value: [BT, BD].
+    """
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
     offsets = rows[:, None] * (H * D) + cols[None, :]
@@ -152,35 +144,28 @@ def put(
 
 
 @triton.jit
-def zero_rows(
-    x,  # [rows, H, D]
-    first,  # the first row to zero
-    length,  # number of rows to zero
-    i_h, H,
-    D: tl.constexpr,
-    d0,
-    BT: tl.constexpr, BD: tl.constexpr,
-):
-    """Store zeros into columns d0 .. d0 + BD of one head, in ``length`` rows that begin at ``first``."""
+def zero_rows(x, first, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
+    """Store zeros into columns d0 .. d0 + BD of one head, in ``length`` rows that begin at ``first``.
+
+    x: [rows, H, D].
+    first: the first row to zero.
+    length: number of rows to zero.
+    """
     for t0 in range(0, length, BT):
         put(x, tl.zeros([BT, BD], dtype=tl.float32), first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
 
 
 @triton.jit
-def zero_gaps(
-    x,  # [rows, H, D]
-    bounds,  # [N + 1]
-    n,  # number of this program's sequence
-    T,  # number of rows in the batch
-    N, i_h, H,
-    D: tl.constexpr,
-    d0,
-    BT: tl.constexpr, BD: tl.constexpr,
-):
+def zero_gaps(x, bounds, n, T, N, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr, BD: tl.constexpr):
     """Store zeros into the rows before the first and after the last packed sequence.
 
     No sequence owns these rows, so they would keep the old contents of the memory. The program of sequence 0
     writes the first rows, and the program of the last sequence writes the last ones.
+
+    x: [rows, H, D].
+    bounds: [N + 1].
+    n: number of this program's sequence.
+    T: number of rows in the batch.
     """
     if n == 0:
         zero_rows(x, n.to(tl.int64), tl.load(bounds).to(tl.int32), i_h, H, D, d0, BT, BD)

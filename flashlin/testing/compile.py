@@ -282,7 +282,7 @@ def _keep_ptxas_report() -> list[str]:
     run = subprocess.run
 
     def watched(command: Any, *args: Any, **options: Any) -> Any:
-        text = command if isinstance(command, str) else " ".join(command)
+        text = command if isinstance(command, str) else " ".join(map(str, command))
         to_file = re.search(r"2> (\S+)", text)
         name = to_file[1] if to_file else getattr(options.get("stderr"), "name", None)
         try:

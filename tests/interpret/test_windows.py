@@ -14,6 +14,7 @@ from flashlin.compat.target import probe
 from flashlin.guards.plan_types import Plan, Problem
 from flashlin.kernels import scans
 from flashlin.kernels.batch import Batch
+from flashlin.kernels.delta import parts
 from flashlin.kernels.dplr import forward, raw, recipe, windows
 from flashlin.kernels.dplr.backward import dplr_reverse
 from flashlin.kernels.dplr.inputs import Inputs, Scalars
@@ -21,8 +22,9 @@ from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.dplr.raw import prepare_raw
 from flashlin.kernels.sequence_split import back_by_transfers, by_transfers
 from flashlin.testing.compare import judge, poisoned
+from tests import overlapped
 from tests.gluon_on_cpu import running
-from tests.overlapped import channels, far
+from tests.overlapped import channels, delta, far
 
 T, HV, K, V, CHUNK, SCALE = 512, 2, 16, 32, 16, -0.3
 
@@ -291,6 +293,12 @@ def test_a_window_in_one_direction_only(segments: int, monkeypatch: pytest.Monke
         assert back["transfer"].isfinite().all((2, 3)).nonzero().tolist() == [[1, 1], [2, 0]]
 
 
+def noting(found: list[dict[str, Any]], plan: Plan, x: dict[str, Any], few: int, reverse: bool) -> None:
+    """Find windows, and add a copy of x with them to ``found``."""
+    windows.find_windows(plan, x, few, reverse)
+    found.append(x.copy())
+
+
 @pytest.mark.parametrize(("op", "segments", "keeping"), [
     ("chunk_kda", 3, -2.0), ("chunk_kda", 3, 2.0), ("chunk_gdn2", 6, -2.0)])
 @pytest.mark.alternate
@@ -300,10 +308,7 @@ def test_whole_calls_as_on_a_gpu(op: str, segments: int, keeping: float,
     monkeypatch.setattr(scans, "forced_parts", segments)
     found: list[dict[str, Any]] = []
 
-    def find(plan: Plan, x: dict[str, Any], reverse: bool) -> None:
-        windows.find_windows(plan, x, reverse)
-        found.append(x.copy())
-    monkeypatch.setattr(raw, "find_windows", find)
+    monkeypatch.setattr(raw, "find_windows", partial(noting, found))
     call = partial(channels, op, torch.device("cpu"), B=1, T=768, H=2, HV=2, D=64, state=True, keeping=keeping,
                    gradients=True)
     with running("H200,triton=3.6.0,sms=8") as names:
@@ -313,6 +318,31 @@ def test_whole_calls_as_on_a_gpu(op: str, segments: int, keeping: float,
     for part in found:
         assert (part["windows"][:-1] > 0).all() == (keeping < 0)
     assert (found[-1]["windows_back"][1:] > 0).all() == (keeping < 0)
+
+
+@pytest.mark.parametrize(("forgets", "facts"), [
+    ("all", {"v_first": True}), ("no head", {"D": 128, "V": 64}), ("one head", {}), ("no gate", {"V": 128})])
+@pytest.mark.alternate
+def test_gradients_of_a_gated_delta_rule(forgets: str, facts: dict[str, Any],
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that forget have windows in both directions, and the others have transfers."""
+    monkeypatch.setattr(scans, "forced_parts", 3)
+    factor = {"all": [1.0, 1.0], "no head": [1e-3, 1e-3], "one head": [1e-3, 1.0]}.get(forgets)
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(parts, "find_windows", partial(noting, found))
+    monkeypatch.setattr(overlapped, "decays", lambda x: F.logsigmoid(x) * torch.tensor(factor))
+    call = partial(delta, torch.device("cpu"), **{**dict(B=1, T=768, H=1, HV=2, D=64), **facts},
+                   gated=forgets != "no gate", state=True, gradients=True)
+    with running("H200,triton=3.6.0,sms=8") as names:
+        ours = call()
+    assert {"delta_overlapped_alone", "delta_overlapped_back"} <= {*names} and "delta_reverse" not in names
+    assert max(map(far, ours, call(oracle=True))) < 0.01
+    assert len(found) == (2 if factor else 0)
+    for part in found:
+        assert (part["windows"][:-1] > 0).tolist() == 2 * [[one == 1 for one in factor or ()]]
+        assert (part["windows"] >= 0).all()
+    for part in found[1:]:
+        assert (part["windows_back"][1:] > 0).tolist() == 2 * [[one == 1 for one in factor or ()]]
 
 
 def test_a_state_on_its_way_is_awaited_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,9 @@ def kernels(T: int, H: int, options: tuple[str, ...] = COMPUTED, backward: bool 
             machine: str = "H200,triton=3.6.0", **facts: Any) -> set[str]:
     """Return the names of the planned kernels of a call with one sequence and heads of 128."""
     chosen = {name: facts.pop(name) for name in ("invariant", "portable", "canary") if name in facts}
-    op = "chunk_gdn2" if options == ERASING else "chunk_kda"
-    found = flashlin.Problem(op, "dplr", "chunk", 1, T, H, 128, 128, 1, **{
+    op = facts.pop("op", "chunk_gdn2" if options == ERASING else "chunk_kda")
+    family = "dplr" if op in ("chunk_gdn2", "chunk_kda") else "delta"
+    found = flashlin.Problem(op, family, "chunk", 1, T, H, 128, 128, facts.pop("N", 1), **{
         "dtype": "bfloat16", "needs_grad": backward, "options": options, **facts})
     policy = Policy(**{"canary": "trial", **chosen})
     return {launch.kernel for launch in dispatch.plan(found, parse(machine), policy).launches}
@@ -49,6 +50,21 @@ def test_they_need_short_chunks_and_overlapping_scans(T: int, H: int, options: t
     ids=str)
 def test_where_they_are_not(given: dict[str, Any]) -> None:
     assert "dplr_windows" not in kernels(**given)
+
+
+@pytest.mark.parametrize(("given", "planned"), [
+    (dict(T=32768, H=8), True), (dict(T=32768, H=8, backward=False), True), (dict(T=8192, H=32), True),
+    (dict(T=32768, H=8, op="chunk_delta_rule", options=()), False),  # without a gate nothing is forgotten
+    (dict(T=32768, H=8, op="chunk_comba", options=("g", "p")), False),  # the bound is for predictions with k
+    (dict(T=32768, H=8, varlen=True, N=8), False),  # sequences may be shorter than segments
+    (dict(T=8192, H=2), False), (dict(T=8192, H=64), False),
+    (dict(T=32768, H=8, machine="A100,triton=3.6.0"), False), (dict(T=32768, H=8, invariant=True), False)],
+    ids=str)
+def test_gated_delta_rules(given: dict[str, Any], planned: bool) -> None:
+    given = {"op": "chunk_gated_delta_rule", "options": ("g",), **given}
+    names = kernels(**given)
+    assert ({"delta_facts", "dplr_windows"} <= names) == ("dplr_windows" in names) == planned
+    assert not planned or "delta_overlapped_alone" in names
 
 
 def test_two_warps_compute_half_as_many_columns_and_channels() -> None:

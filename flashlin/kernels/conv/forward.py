@@ -48,21 +48,21 @@ def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.co
 
 
 @triton.jit
-def tap(
-    x,  # [R, D]
-    h0,  # [N, W, D]
-    start,  # first row
-    n,  # [BT]: index of the row's sequence
-    behind,  # [BT]: number of the sequence's rows before the row
-    left,  # [BT]: number of the sequence's rows from the row to its end
-    cols,  # [BD]: columns
-    stride,  # elements from one row of x to the next
-    w: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, HAS_H0: tl.constexpr,
-):
+def tap(x, h0, start, n, behind, left, cols, stride, w: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+        BT: tl.constexpr, HAS_H0: tl.constexpr):
     """Load the input of tap w, one of W, for each row: [BT, BD] in fp32.
 
     The input is a row of x, or a slot of the state h0 if the input precedes the sequence. h0 is [N, W, D], so
     that its channels are contiguous like those of x.
+
+    x: [R, D].
+    h0: [N, W, D].
+    start: first row.
+    n: [BT]: index of the row's sequence.
+    behind: [BT]: number of the sequence's rows before the row.
+    left: [BT]: number of the sequence's rows from the row to its end.
+    cols: [BD]: columns.
+    stride: elements from one row of x to the next.
     """
     BACK: tl.constexpr = W - 1 - w
     ahead = tl.arange(0, BT) - BACK
@@ -96,10 +96,9 @@ def of_tap(filters, w: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def convolved(
-    x, filters, bias, h0, start, n, behind, left, cols, stride, D: tl.constexpr, W: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr,
-):
+def convolved(x, filters, bias, h0, start, n, behind, left, cols, stride, D: tl.constexpr, W: tl.constexpr,
+              BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_BIAS: tl.constexpr,
+              HAS_H0: tl.constexpr):
     """Return z [BT, BD] in fp32, the sum of the bias and W taps before the activation.
 
     filters: [BD, BW]. bias: [D]. ``tap`` explains the other parameters.

@@ -33,9 +33,9 @@ from flashlin.kernels.batch import Batch, precision, summed
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta.inputs import Inputs
-from flashlin.kernels.delta.parts import delta_alone
+from flashlin.kernels.delta.parts import enter_segments
 from flashlin.kernels.delta.steps import rows_of, sums_read, written
-from flashlin.kernels.sequence_split import by_transfers, own_part
+from flashlin.kernels.sequence_split import own_part
 from flashlin.kernels.tile_ops import (
     decays,
     first_slot,
@@ -50,13 +50,12 @@ from flashlin.kernels.triangular_inverse import lower_blocks, merge, merging, pr
 
 
 @triton.jit
-def beta_rows(
-    beta,  # [rows, HV]
-    betas,  # [HV, R], fp32
-    first, t0, length, i_h, HV, R,
-    BT: tl.constexpr,
-):
-    """Load BT values of beta [rows, HV] of one head, and store them in betas [HV, R] in float32."""
+def beta_rows(beta, betas, first, t0, length, i_h, HV, R, BT: tl.constexpr):
+    """Load BT values of beta [rows, HV] of one head, and store them in betas [HV, R] in float32.
+
+    beta: [rows, HV].
+    betas: [HV, R], fp32.
+    """
     rows = tl.arange(0, BT)
     inside = t0 + rows < length
     b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
@@ -80,10 +79,8 @@ def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
 
 
 @triton.jit
-def put_both(
-    A, A_low, X, first, t0, length, i_h, HV, BT: tl.constexpr, column: tl.constexpr, SIDE: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-):
+def put_both(A, A_low, X, first, t0, length, i_h, HV, BT: tl.constexpr, column: tl.constexpr,
+             SIDE: tl.constexpr, HAS_LOW: tl.constexpr):
     """Store X [SIDE, SIDE] as a tile of A that begins at token t0 and the given column.
 
     With HAS_LOW, store the error of rounding X to A's dtype in A_low.
@@ -95,11 +92,10 @@ def put_both(
 
 
 @triton.jit
-def inverse_of_chunk(
-    k, p, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R, K: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_LOW: tl.constexpr,
-    PRECISION: tl.constexpr, MERGE: tl.constexpr,
-):
+def inverse_of_chunk(k, p, beta, G, A, A_low, betas, scratch, n, first, t0, length, i_h, H, HV, R,
+                     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr,
+                     EARLIER: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr,
+                     MERGE: tl.constexpr):
     """Compute and store the inverse (I + M)^-1 of one chunk and head.
 
     It works in tiles of 32 x 32. A chunk of 64 tokens has the upper diagonal tile a, the lower diagonal tile
@@ -364,7 +360,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
                                   device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(
                 constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
-        by_transfers(batch, part, delta_alone, dict(scanned, HALF=False))
+        enter_segments(batch, part, dict(scanned, HALF=False))
         ends = dict(HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht)
         if OVERLAPPED in scanning.traits:
             from flashlin.kernels.delta.overlapping import delta_overlapped

@@ -6,11 +6,17 @@ and v = 0, so the same scan computes it from columns of the identity. Backward u
 Then the matrix must be as exact as the reverse scan, which compensates rounding errors (HALF).
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
+from flashlin.compat.launch import start
+from flashlin.kernels.batch import Batch
 from flashlin.kernels.delta.steps import rows_of, sums_read, written
-from flashlin.kernels.sequence_split import added, identity_strip, part_of
+from flashlin.kernels.dplr.windows import FACTS, find_windows, squares_of, store_facts
+from flashlin.kernels.sequence_split import added, by_transfers, identity_strip, part_of
 from flashlin.kernels.tile_ops import decays, state_offsets, tile
 
 
@@ -72,3 +78,64 @@ def delta_alone(
     else:
         at, inside = state_offsets(own, 0, (strip - NV) * BV, K, K, BK, BV, False)
         tl.store(transfer + at, h, mask=inside & (length > 0))
+
+
+@triton.jit(do_not_specialize=["T", "R", "S", "scale"])
+def delta_facts(
+    k, q,  # [rows, H, K]
+    v, do,  # [rows, HV, V]; do is None in forward
+    betas, G,  # [HV, R], fp32
+    facts,  # [HV, FACTS, chunks], fp32
+    scale,
+    T, H, HV, R, S,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, FACTS: tl.constexpr,
+):
+    """Store what bounds the effect of each chunk on states and, given do, on their gradients.
+
+    ``dplr/windows.py`` describes the bounds. One program computes one chunk of one head, of dense sequences.
+    """
+    program = tl.program_id(0)
+    i_h = program % HV
+    i_qk = i_h // (HV // H)
+    chunk = program // HV
+    t0 = chunk % S * BT
+    first = (chunk // S).to(tl.int64) * T + t0
+    length = tl.minimum(T - t0, BT)
+    rows = tl.arange(0, BT)
+    b_beta = rows_of(betas, first, 0, length, i_h, R, BT)
+    line = G + i_h.to(tl.int64) * R + first + rows
+    highest = tl.load(line, mask=rows < length, other=0.0)  # G is summed within chunks
+    highest -= tl.load(line - 1, mask=(rows > 0) & (rows < length), other=0.0)
+    kk = squares_of(k, first, length, i_qk, H, D=K, BT=BT, BD=BK)
+    ww = squares_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK) * b_beta * b_beta
+    qq, oo = kk, ww
+    READS: tl.constexpr = do is not None
+    if do is not None:
+        qq = squares_of(q, first, length, i_qk, H, D=K, BT=BT, BD=BK) * (scale * scale)
+        oo = squares_of(do, first, length, i_h, HV, D=V, BT=BT, BD=BK)
+    stride = tl.num_programs(0) // HV
+    at = facts + i_h.to(tl.int64) * (FACTS * stride) + chunk
+    store_facts(at, stride, highest, kk, -kk * b_beta, kk * b_beta * b_beta, ww, qq, oo, length=length, BT=BT,
+                READS=READS)
+
+
+def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any], has_dht: bool = False,
+                   back: bool = False) -> None:
+    """Compute the initial states of all segments, see ``sequence_split.by_transfers``.
+
+    Also put the windows of segments into part, as ``windows`` and, with back, ``windows_back`` for gradients.
+    They are None if the plan has none.
+    """
+    plan, kernel = batch.plan, delta_alone
+    part.update(windows=None, windows_back=None)
+    if plan.has("dplr_windows"):
+        chunks = part["N"] * part["S"]
+        part["facts"] = torch.empty(batch.HV, FACTS, chunks, dtype=torch.float32, device=batch.device)
+        start(plan.launch("delta_facts"), delta_facts, chunks * batch.HV, dict(
+            K=batch.K, V=batch.V, FACTS=FACTS), {"do": None, **part})
+        find_windows(plan, part, 0, back)
+    if plan.has("delta_overlapped_alone"):
+        from flashlin.kernels.delta.overlapping_alone import delta_overlapped_alone
+        kernel = delta_overlapped_alone
+        constants = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "HALF")}
+    by_transfers(batch, part, kernel, constants, has_dht)

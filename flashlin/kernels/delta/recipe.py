@@ -13,6 +13,7 @@ from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 
+FACTS_WARPS = 2  # of the kernel that bounds the effect of chunks; 1 and 4 are slower
 STAGES_BACK = 2  # chunks in the ring buffer of the Gluon reverse scan; each needs more memory than in forward
 
 
@@ -59,14 +60,20 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
     def walk(kernel: str, config: Config, more: int = 0) -> Launch:
         return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
+    fast = _overlapped(problem, target, part, BT)
+    back = _overlapped(problem, target, part, BT, back=True) if problem.needs_grad else None
     if part:
-        kernels += [walk("delta_alone", states), scans.carry_launch(problem, target, part, transfer=True)]
+        alone, gated = _overlapped_alone(problem, target, part, BT), "g" in problem.options
+        if alone and gated and (back or not problem.needs_grad):
+            kernels += scans.windows_launches(problem, target, part, scans.over_tokens(
+                "delta_facts", problem, dict(BT=BT, BK=min(64, wide)), num_warps=FACTS_WARPS))
+        kernels += [alone or walk("delta_alone", states),
+                    scans.carry_launch(problem, target, part, transfer=True)]
     # With p, K from 65 to 128 and 16 bits, registers are scarce. So delta_grads computes half as many
     # channels at a time. On Hopper, delta_scan also gets only one stage (benchmarks/results/kernels-*). On
     # other GPUs two stages spill less than one.
     slim = before and bytes_each == 2 and padded(problem.K) == 128
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
-    fast = _overlapped(problem, target, part, BT)
     kernels.append(fast or walk("delta_scan", forward))
     if problem.needs_grad:
         # without narrow states, a second stage needs too many registers (benchmarks/results/kernels-*)
@@ -87,14 +94,22 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         grads = [scans.over_tokens("delta_grads", problem, tile(strip), finishing(strip, num_stages),
                                    per_chunk | trait_set("mixed_sum"), num_stages)
                  for strip, num_stages in ways]
-        back = _overlapped(problem, target, part, BT, back=True)
         if narrow or not fast:  # it also restores the states, but with fewer programs than narrow strips
             kernels.append(walk("delta_states", states))
-        if part or not back:  # split sequences always need delta_reverse, with ALONE
-            kernels.append(walk("delta_reverse", reverse, moved))
-        kernels += [*([back] if back else []), _overlapped_grads(problem, target, BT)
+        kernels += [back or walk("delta_reverse", reverse, moved), _overlapped_grads(problem, target, BT)
                     or scans.least_spilled_that_fits(grads, target)]
     return tuple(kernels)
+
+
+def _overlapped_alone(problem: Problem, target: Target, part: int, BT: int) -> Launch | None:
+    """Return the launch of the first step of split sequences in Gluon, or None if it cannot be used."""
+    if BT != BLOCK or "p" in problem.options:
+        return None
+    K, BV = problem.K, 64
+    groups = 1 if problem.V % (2 * BV) else 2
+    tile = {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": scans.STAGES}
+    slot = 2 * BT * (K + 2 * BT + groups * BV) + 4 * BT * 5
+    return scans.overlapped("delta_overlapped_alone", problem, target, part, tile, scans.STAGES * slot + 1024)
 
 
 def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | None:
@@ -113,8 +128,7 @@ def _overlapped(problem: Problem, target: Target, part: int, BT: int, back: bool
     """
     if BT != BLOCK or "p" in problem.options:
         return None
-    K, BV = problem.K, 64
-    groups = 1 if problem.V % (2 * BV) else 2
+    K, BV, groups = problem.K, 64, scans.groups_of(problem, target, part)
     slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
     written = 2 * BV * (BT + K) if back else 4 * BT * BV
     stages = STAGES_BACK if back else scans.STAGES

@@ -28,10 +28,8 @@ def sums_read(G, D, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def written(
-    h, b_p, b_k, b_v, b_A, b_beta, read, D, total, b_low, DECAY: tl.constexpr, HALF: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def written(h, b_p, b_k, b_v, b_A, b_beta, read, D, total, b_low, DECAY: tl.constexpr, HALF: tl.constexpr,
+            PRECISION: tl.constexpr):
     """Return u [BT, BV] and the final state [BK, BV] of a chunk, with the notation of forward.py.
 
     h: the state before the chunk, [BK, BV], fp32. b_p: vectors of the predictions, which read h, [BT, BK].

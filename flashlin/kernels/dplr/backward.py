@@ -214,11 +214,10 @@ def dplr_reverse(
 
 
 @triton.jit
-def grads_of_chunk(
-    q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale, n, first, t0,
-    length, i_h, H, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
-):
+def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, scale,
+                   n, first, t0, length, i_h, H, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                   BK: tl.constexpr, BV: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
+                   PRECISION: tl.constexpr):
     """Compute and store the gradients of q, k, the decays and the writing vectors of one chunk and head.
 
     It uses halving (see ``kernels/gla/forward.py``). The outputs are dq, dk and dg [BT, K]. With TWO_WRITES

@@ -62,12 +62,10 @@ from flashlin.kernels.triangular_inverse import inverse, merging, product
 
 
 @triton.jit
-def prepare_chunk(
-    q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, scale, n, first, t0,
-    length, i_h, H, HV, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr,
-    ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
-):
+def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, scale, n,
+                  first, t0, length, i_h, H, HV, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                  TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr,
+                  HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr):
     """Compute and store the operands of the scans for one chunk and head, by halving.
 
     They are matrices [BT, K] and [BT, BT]; ``dplr_prepare`` describes them.

@@ -31,14 +31,8 @@ from flashlin.kernels.triangular_inverse import inverse, product
 
 
 @triton.jit
-def rate_of(
-    a,  # [rows, HV, K]
-    b_beta,  # [BT]
-    first, t0, length, i_h, HV,
-    K: tl.constexpr,
-    k0,
-    BT: tl.constexpr, BK: tl.constexpr, ERASE_RATE: tl.constexpr,
-):
+def rate_of(a, b_beta, first, t0, length, i_h, HV, K: tl.constexpr, k0, BT: tl.constexpr, BK: tl.constexpr,
+            ERASE_RATE: tl.constexpr):
     """Return the rate at which a token erases the value that its k reads, in fp32.
 
     a: with ERASE_RATE, the rates per channel. The result is [BT, BK].
@@ -51,12 +45,11 @@ def rate_of(
 
 
 @triton.jit
-def prepare_from_reference(
-    q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, served, scale, n,
-    first, t0, length, i_h, H, HV, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr,
-    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr,
-    PRECISION: tl.constexpr, MERGE: tl.constexpr,
-):
+def prepare_from_reference(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch,
+                           served, scale, n, first, t0, length, i_h, H, HV, K: tl.constexpr, BT: tl.constexpr,
+                           BK: tl.constexpr, ONE: tl.constexpr, TWO_WRITES: tl.constexpr,
+                           ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr,
+                           PRECISION: tl.constexpr, MERGE: tl.constexpr):
     """Compute and store the operands of the scans for one chunk and head, if it fits one decay reference.
 
     The chunk fits if no channel forgets more than 120 bits. Then decays can be taken relative to a single
@@ -197,11 +190,10 @@ def dplr_prepare_one(
 
 
 @triton.jit
-def grads_from_reference(
-    q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, served, scale, n,
-    first, t0, length, i_h, H, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
-):
+def grads_from_reference(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg,
+                         served, scale, n, first, t0, length, i_h, H, HV, K: tl.constexpr, V: tl.constexpr,
+                         BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO_WRITES: tl.constexpr,
+                         ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr):
     """Compute and store the gradients of one chunk and head, if it fits one decay reference.
 
     ``grads_of_chunk`` in ``backward.py`` describes the inputs and outputs.

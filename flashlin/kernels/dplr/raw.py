@@ -25,6 +25,7 @@ from flashlin.compat.descriptors import described
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import precision
+from flashlin.kernels.dplr.recipe import FEW
 from flashlin.kernels.dplr.windows import FACTS, find_windows, squares_of, store_facts
 from flashlin.kernels.gla.decays import logs, still_served, sums_at
 from flashlin.kernels.gla.forward import halves
@@ -56,11 +57,10 @@ def log_decays(b_g, A_log, dt_bias, lowest, i_h, columns, K: tl.constexpr):
 
 
 @triton.jit
-def add_channels(
-    L, b_P, qk, highest, kk, ka, aa, qq, q, k, g, a, A_log, dt_bias, q_in, a_in, b_out, G, of_q, b_beta,
-    scale, lowest, first, length, i_qk, i_h, H, HV, K: tl.constexpr, k0: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, NORMALIZE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-):
+def add_channels(L, b_P, qk, highest, kk, ka, aa, qq, q, k, g, a, A_log, dt_bias, q_in, a_in, b_out, G, of_q,
+                 b_beta, scale, lowest, first, length, i_qk, i_h, H, HV, K: tl.constexpr, k0: tl.constexpr,
+                 BT: tl.constexpr, BK: tl.constexpr, NORMALIZE: tl.constexpr, BOUNDED: tl.constexpr,
+                 PRECISION: tl.constexpr):
     """Add BK channels to the scores L and P and to the diagonal qk of P, and store their operands.
 
     L are the scores of k times its erase rates or, with one rate beta for all channels, of k itself. Also
@@ -305,7 +305,7 @@ def prepare_raw(plan: Plan, x: dict[str, Any], lowest: float, G: torch.Tensor | 
             scratch=scratch, lowest=lowest, K=K, V=x["v"].shape[3], FACTS=FACTS,
             NORMALIZE=x["A_log"] is not None and not back, VARLEN=packed, PRECISION=precision(plan),
             MERGE=merging(plan)), {"do": None, **x})
-        find_windows(plan, x, back)
+        find_windows(plan, x, FEW, back)
 
 
 def sums_of_long_chunks(plan: Plan, x: dict[str, Any], lowest: float) -> None:

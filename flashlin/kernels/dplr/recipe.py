@@ -5,8 +5,6 @@ write to the state; without it there is only k.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from flashlin.compat.target import Target, lanes
 from flashlin.compat.traits import of_tile, trait_set
 from flashlin.compat.versions import is_unreleased, release
@@ -39,10 +37,9 @@ TIMED, EIGHT_WARPS = (3, 5), (3, 4)
 # 2.6 KB on A100 and Orin (compiled). They are replaced by chunks of 32. The same holds on Hopper before
 # EIGHT_WARPS, and for packed sequences with 3.9.
 AMPERE_SPILLS = ((3, 3), (3, 4))
-# Windows (windows.py) have fewer than NEAR chunks. With FEW segments or fewer, transfers take longer than a
-# scan of whole sequences. Then windows are used only with a backward, for gates that are computed before, and
-# for segments of LONG tokens or more.
-NEAR, FEW, LONG = 64, 5, 1024
+# With FEW segments or fewer, transfers take longer than a scan of whole sequences. Then windows (windows.py)
+# are used only with a backward, for gates that are computed before, and for segments of LONG tokens or more.
+FEW, LONG = 5, 1024
 RAW = {"A_log", "dt_bias"}  # options of calls for which raw.py computes norms and gate
 
 
@@ -68,7 +65,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # (1x8192x2x128: 170 us instead of 120). They are not timed if the scan is in plain Triton.
     kernels, split = {one.kernel for one in short}, any(one.part for one in short)
     suits = asked or ("dplr_overlapped" in kernels and ("dplr_windows" in kernels or not split))
-    return short if short and suits and _ran(short, problem, target) else whole
+    return short if short and suits and scans.ran(short, problem, target) else whole
 
 
 def _writes_twice(problem: Problem) -> bool:
@@ -112,11 +109,6 @@ def _beside(problem: Problem, short: tuple[Launch, ...], whole: tuple[Launch, ..
         return ()
     sums = scans.over_tokens("dplr_sums", problem, dict(BT=BLOCK, BK=min(32, padded(problem.K))), num_warps=2)
     return *short, sums, finishing, long["dplr_grads_rest"]
-
-
-def _ran(launches: Iterable[Launch], problem: Problem, target: Target) -> bool:
-    """Return True if all launches have run on this kind of GPU, or for Triton's interpreter."""
-    return target.backend == "interpreter" or all(scans.may_start(one, problem, target) for one in launches)
 
 
 def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[Launch, ...]:
@@ -238,12 +230,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     def split(worth: int) -> int:
         return scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
     part = split(scans.WORTH) if short else 0
-    segments = scans.numbered(problem, part) * problem.H
-    windowed = Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1, (("BT", BT), ("NEAR", NEAR)),
-                      1024, problem.K * problem.V, frozenset(), part)
-    # With few programs, heads without windows were slower: 0.39 ms instead of 0.26 at 6x1600x1x128.
-    windows = 0 < part and segments >= target.sms // 4 and _ran([windowed], problem, target) and (
-        problem.T > FEW * part or (kind == "short" and problem.needs_grad and part >= LONG))
+    windows = []
+    if problem.T > FEW * part or (kind == "short" and problem.needs_grad and part >= LONG):
+        windows = scans.windows_launches(problem, target, part, preparation[0])[1:]
     if not windows:
         # KDA's forward has a higher ``worth``, because it spends most of its time in the kernel that prepares
         # chunks. Its scan takes little time, so a split into 4 segments gains nothing.
@@ -254,7 +243,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     single = scan._replace(BV=scans.NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
     scan = scans.deepest(single, scanning, target) if narrow else scan
     kernels = [*([] if short else [scans.channel_sums_launch(problem, BT)]), *preparation,
-               *([windowed] if windows else [])]
+               *windows]
 
     # ``tall`` marks scans for which the known issue tall-state-32 may crash the compiler. These scans
     # multiply operands as they were loaded, so 4 warps crash only in a pipelined loop (several stages) of
@@ -287,8 +276,7 @@ def _overlapped(problem: Problem, target: Target, part: int, BT: int, two: bool,
 
     back: True for the reverse scan instead. It supports one writing vector.
     """
-    K, BV = problem.K, 64
-    groups = 1 if problem.V % (2 * BV) else 2
+    K, BV, groups = problem.K, 64, scans.groups_of(problem, target, part)
     slot = 2 * BLOCK * ((3 + two) * K + (2 + two + back) * BT + groups * BV) + 4 * K * BLOCK // BT
     fixed = groups * BV * (2 * BLOCK + 2 * K if back else 4 * BLOCK) + 1024
     stages = min(scans.STAGES, (target.shared - fixed) // slot)

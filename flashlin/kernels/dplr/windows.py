@@ -38,7 +38,6 @@ import triton.language as tl
 
 from flashlin.compat.launch import enter, start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.dplr.recipe import FEW
 from flashlin.kernels.sequence_split import part_of, parts_of
 from flashlin.kernels.tile_ops import tile
 
@@ -68,20 +67,18 @@ def factor(bits):
 
 
 @triton.jit
-def store_facts(
-    facts,  # FACTS numbers of the chunk, with ``stride`` between them
-    stride,
-    highest,  # [BT]: the largest log2 decay of each token
-    kk, ka, aa, ww,  # [BT]: sums over channels of k^2, k a, a^2 and w^2, where a reads the state
-    qq, oo,  # [BT]: the same of (scale q)^2 and do^2
-    length,
-    BT: tl.constexpr, READS: tl.constexpr,
-):
+def store_facts(facts, stride, highest, kk, ka, aa, ww, qq, oo, length, BT: tl.constexpr,
+                READS: tl.constexpr):
     """Store what bounds the effect of a chunk on states, see the module. Here a has the opposite sign.
 
     The numbers are the log2 of n_1 ... n_L; the bound of what the chunk adds to the state after it, and
     |k| |w| of its last token; with READS, the bound of what it adds to the gradient of the state before it,
     and the share of its first token.
+
+    facts: FACTS numbers of the chunk, with ``stride`` between them.
+    highest: [BT]: the largest log2 decay of each token.
+    kk, ka, aa, ww: [BT]: sums over channels of k^2, k a, a^2 and w^2, where a reads the state.
+    qq, oo: [BT]: the same of (scale q)^2 and do^2.
     """
     rows = tl.arange(0, BT)
     d = (1.0 + ka) * (1.0 + ka)
@@ -158,13 +155,14 @@ def dplr_windows(
     tl.store(found + program, tl.where(window < NEAR, window, otherwise))
 
 
-def find_windows(plan: Plan, x: dict[str, Any], reverse: bool = False) -> None:
+def find_windows(plan: Plan, x: dict[str, Any], few: int, reverse: bool = False) -> None:
     """Put the windows of all segments and heads into x, as ``windows``, if the plan has them.
 
+    few: with so many segments or fewer, heads that need transfers are not split.
     reverse: also put the windows at the start of segments, for gradients, as ``windows_back``.
     """
     if plan.has("dplr_windows"):
-        otherwise = -1 if x["T"] <= FEW * x["L"] else 0
+        otherwise = -1 if x["T"] <= few * x["L"] else 0
         if x["h0"] is not None:
             enter()  # h0 may still be on its way from another rank
         (_, _, HV, V), K = x["v"].shape, x["q"].shape[3]

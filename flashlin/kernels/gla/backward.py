@@ -158,11 +158,9 @@ def gla_reverse(
 
 
 @triton.jit
-def grads_of_chunk(
-    q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n, first, t0, length, i_h, H, K: tl.constexpr,
-    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EARLIER: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n, first, t0, length, i_h, H,
+                   K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                   EARLIER: tl.constexpr, PRECISION: tl.constexpr):
     """Compute and store dq, dk and dg [BT, K] of one chunk and head, by halving (see ``forward.py``).
 
     With EARLIER (RWKV-6) it also stores the chunk's part of the gradient of the bonus u, du [K].

@@ -12,19 +12,13 @@ from flashlin.kernels.tile_ops import LOG2_E, put, tile
 
 
 @triton.jit
-def sums_at(
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    rows,  # [rows of the chunk]
-    first, t0, i_h, H,
-    K: tl.constexpr,
-    k0,
-    BK: tl.constexpr,
-):
+def sums_at(G, rows, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
     """Load the sums of decays of the given rows of a chunk and head, [rows, BK].
 
     rows: indices of rows in the chunk, all inside the sequence.
     first, t0: first row of the sequence, and the chunk's first token in it.
     k0: first column.
+    G: [rows, H, K], fp32: decays summed within each chunk.
     """
     columns = k0 + tl.arange(0, BK)
     offsets = rows[:, None] * (H * K) + columns[None, :]
@@ -35,14 +29,8 @@ def sums_at(
 
 
 @triton.jit
-def sums_read(
-    b_G,  # [BT, BK]
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    last, first, t0, i_h, H,
-    K: tl.constexpr,
-    k0,
-    BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
-):
+def sums_read(b_G, G, last, first, t0, i_h, H, K: tl.constexpr, k0, BT: tl.constexpr, BK: tl.constexpr,
+              EARLIER: tl.constexpr):
     """Return the exponents (base 2) by which the entering state has decayed when each row reads it, [BT, BK].
 
     These are the rows of b_G or, with EARLIER, the rows above: each row then reads before its own decay.
@@ -66,17 +54,14 @@ def bonus_of(u, i_h, K: tl.constexpr, k0, BK: tl.constexpr):
 
 
 @triton.jit
-def rows_beside(
-    x,  # [rows, H, D]
-    by: tl.constexpr,  # offset in rows
-    first, t0, length, i_h, H,
-    D: tl.constexpr,
-    d0,
-    BT: tl.constexpr, BD: tl.constexpr,
-):
+def rows_beside(x, by: tl.constexpr, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr,
+                BD: tl.constexpr):
     """Load a chunk's tile [BT, BD] shifted by ``by`` rows: row t of the result is row t + by of the chunk.
 
     Rows that the chunk does not have are zero.
+
+    x: [rows, H, D].
+    by: offset in rows.
     """
     rows = tl.arange(0, BT)
     columns = d0 + tl.arange(0, BD)
@@ -87,18 +72,15 @@ def rows_beside(
 
 
 @triton.jit
-def moved(
-    x,  # [BT, BD]
-    by: tl.constexpr,  # offset in rows
-    scratch,  # [rows, H, D]
-    first, t0, length, i_h, H,
-    D: tl.constexpr,
-    d0,
-    BT: tl.constexpr, BD: tl.constexpr,
-):
+def moved(x, by: tl.constexpr, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr,
+          BD: tl.constexpr):
     """Return the tile x [BT, BD] shifted by ``by`` rows: row t of the result is row t + by of x, or zero.
 
     The rows pass through ``scratch`` [rows, H, D], whose rows of this chunk are overwritten.
+
+    x: [BT, BD].
+    by: offset in rows.
+    scratch: [rows, H, D].
     """
     put(scratch, x, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
     tl.debug_barrier()
@@ -108,34 +90,28 @@ def moved(
 
 
 @triton.jit
-def summed_before(
-    x,  # [BT, BD]
-    scratch,  # [rows, H, D]
-    first, t0, length, i_h, H,
-    D: tl.constexpr,
-    d0,
-    BT: tl.constexpr, BD: tl.constexpr,
-):
+def summed_before(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr,
+                  BD: tl.constexpr):
     """Return for each row t the sum of all earlier rows of the tile, x_1 + ... + x_{t-1}, [BT, BD].
 
     It is not computed as the running sum minus x_t, because x_t may be much larger than the result. The rows
     of ``scratch`` of this chunk are overwritten.
+
+    x: [BT, BD].
+    scratch: [rows, H, D].
     """
     return tl.cumsum(moved(x, -1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0)
 
 
 @triton.jit
-def summed_after(
-    x,  # [BT, BD]
-    scratch,  # [rows, H, D]
-    first, t0, length, i_h, H,
-    D: tl.constexpr,
-    d0,
-    BT: tl.constexpr, BD: tl.constexpr,
-):
+def summed_after(x, scratch, first, t0, length, i_h, H, D: tl.constexpr, d0, BT: tl.constexpr,
+                 BD: tl.constexpr):
     """Return for each row t the sum of all later rows of the tile, x_{t+1} + ... + x_L, [BT, BD].
 
     The rows of ``scratch`` of this chunk are overwritten.
+
+    x: [BT, BD].
+    scratch: [rows, H, D].
     """
     return tl.cumsum(moved(
         x, 1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0, reverse=True)
@@ -167,14 +143,8 @@ def logs(x):
 
 
 @triton.jit
-def decays_of_gates(
-    g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: decays summed within each chunk; only the last row is set
-    last, first, t0, length, i_h, H,
-    K: tl.constexpr,
-    k0,
-    BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, SUM: tl.constexpr,
-):
+def decays_of_gates(g, G, last, first, t0, length, i_h, H, K: tl.constexpr, k0, BT: tl.constexpr,
+                    BK: tl.constexpr, EARLIER: tl.constexpr, SUM: tl.constexpr):
     """Return the six decay factors of a chunk with one decay reference, computed from its gates g.
 
     The first five are described in ``decays_from``. The last, [BK], is the sum of decays of all rows but the
@@ -182,6 +152,7 @@ def decays_of_gates(
 
     G: with SUM, its row ``last`` receives the chunk's sum of decays; otherwise that row is read.
     EARLIER: whether rows read before their own decay (RWKV-6).
+    g: [rows, H, K], fp32.
     """
     begin = logs(sum_of_chunk(g, 0, first, t0, i_h, H, K, k0, BK))
     x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
@@ -204,19 +175,15 @@ def decays_of_gates(
 
 
 @triton.jit
-def decays_of_sums(
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    last, first, t0, length, i_h, H,
-    K: tl.constexpr,
-    k0,
-    BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
-):
+def decays_of_sums(G, last, first, t0, length, i_h, H, K: tl.constexpr, k0, BT: tl.constexpr,
+                   BK: tl.constexpr, EARLIER: tl.constexpr):
     """Return the five decay factors of a chunk with one decay reference, computed from its sums of decays G.
 
     ``decays_from`` describes them.
 
     last: the chunk's last row inside the sequence.
     EARLIER: whether q reads the state before the decay of its own token.
+    G: [rows, H, K], fp32: decays summed within each chunk.
     """
     b_G = sums_at(G, tl.minimum(tl.arange(0, BT), last), first, t0, i_h, H, K, k0, BK)
     b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, EARLIER=EARLIER)
@@ -226,13 +193,7 @@ def decays_of_sums(
 
 
 @triton.jit
-def decays_from(
-    b_G,  # [BT, BK]: sums of decays
-    b_R,  # [BT, BK]: sums of decays at the time when each row reads
-    begin,  # [BK]: the first row of b_G
-    total,  # [BK]: the last row of b_G
-    BT: tl.constexpr, EARLIER: tl.constexpr,
-):
+def decays_from(b_G, b_R, begin, total, BT: tl.constexpr, EARLIER: tl.constexpr):
     """Return the factors of a chunk's rows relative to one decay reference, in the middle of its decays.
 
     1. [BT, BK]: the factor of rows that read the state, such as q.
@@ -242,6 +203,11 @@ def decays_from(
     5. [BK]: how much of the entering state is left at the end of the chunk.
 
     With EARLIER, a row reads the state before its own decay, so the first row reads only the entering state.
+
+    b_G: [BT, BK]: sums of decays.
+    b_R: [BT, BK]: sums of decays at the time when each row reads.
+    begin: [BK]: the first row of b_G.
+    total: [BK]: the last row of b_G.
     """
     middle = (begin + total) * 0.5
     written = tl.exp2(middle[None, :] - b_G)
@@ -281,13 +247,13 @@ def two_of(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scored(
-    scores,  # [BT, BT], fp32
-    X,  # [BT, BK], fp32: rows that read, times their factor
-    Y,  # [BT, BK], fp32: rows that are written, times their factor
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):
-    """Add X Y^T to the scores [BT, BT]; in bf16, Y is split into two numbers to keep precision."""
+def scored(scores, X, Y, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Add X Y^T to the scores [BT, BT]; in bf16, Y is split into two numbers to keep precision.
+
+    scores: [BT, BT], fp32.
+    X: [BT, BK], fp32: rows that read, times their factor.
+    Y: [BT, BK], fp32: rows that are written, times their factor.
+    """
     x = X.to(DTYPE)
     whole, rest = two_of(Y, DTYPE)
     scores += tl.dot(x, tl.trans(whole), input_precision=PRECISION)

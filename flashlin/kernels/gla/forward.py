@@ -118,10 +118,8 @@ def decay_to_meeting(
 
 
 @triton.jit
-def scores_of_chunk(
-    q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
-):
+def scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H, K: tl.constexpr,
+                    BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr):
     """Compute and store the scores A [BT, BT] and the weighted q_in and k_out [BT, K] of one chunk and head.
 
     Scores are computed by halving, as this module describes. ``gla_scores`` describes the outputs.

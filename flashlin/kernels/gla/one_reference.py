@@ -37,10 +37,9 @@ from flashlin.kernels.tile_ops import chunk_of, first_slot, put, state_offsets, 
 
 
 @triton.jit
-def scores_from_reference(
-    q, k, u, g, G, A, q_in, k_out, served, scale, n, first, t0, length, i_h, H, K: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr, PRECISION: tl.constexpr,
-):
+def scores_from_reference(q, k, u, g, G, A, q_in, k_out, served, scale, n, first, t0, length, i_h, H,
+                          K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
+                          ONE: tl.constexpr, PRECISION: tl.constexpr):
     """Compute and store the scores and the weighted q and k of one chunk, with one decay reference.
 
     ``gla_scores`` describes A, q_in and k_out. If the chunk does not fit one decay reference,
@@ -107,11 +106,9 @@ def gla_scores_one(
 
 
 @triton.jit
-def grads_from_reference(
-    q, k, v, u, do, g, G, states, dstates, dq, dk, dg, du, served, scale, n, first, t0, length, i_h, H,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    EARLIER: tl.constexpr, PRECISION: tl.constexpr,
-):
+def grads_from_reference(q, k, v, u, do, g, G, states, dstates, dq, dk, dg, du, served, scale, n, first, t0,
+                         length, i_h, H, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                         BV: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr):
     """Compute and store dq, dk and dg [BT, K] of one chunk and head, if it fits one decay reference.
 
     With EARLIER (RWKV-6) it also stores the chunk's part of the gradient of the bonus u, du [K].

@@ -26,13 +26,7 @@ def any_left(served, slot, share, length, shares, i_h, H, BT: tl.constexpr):
 
 
 @triton.jit
-def sum_of_chunk(
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    last, first, t0, i_h, H,
-    K: tl.constexpr,
-    k0,
-    BK: tl.constexpr,
-):
+def sum_of_chunk(G, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constexpr):
     """Load the sum of a chunk's decays per channel, [BK], from column k0 of head i_h.
 
     G: decays summed within each chunk, [rows, H, K].

@@ -43,9 +43,7 @@ def last(x, BT: tl.constexpr):
 
 
 @triton.jit
-def walked(
-    x, origin, i0, low, high, cols, other, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
-):
+def walked(x, origin, i0, low, high, cols, other, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr):
     """Load a tile [BT, BD] of x [rows, D]: the tokens i0 .. i0 + BT in the order of the recurrence.
 
     Token i is row origin + STEP * i, so STEP = -1 reads backward. Tokens outside low .. high have the value
@@ -58,9 +56,7 @@ def walked(
 
 
 @triton.jit
-def put_walked(
-    x, value, origin, i0, high, cols, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
-):
+def put_walked(x, value, origin, i0, high, cols, D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr):
     """Store a tile [BT, BD] in x [rows, D], for the tokens i0 .. i0 + BT in the order of the recurrence.
 
     Token i is row origin + STEP * i. Tokens from ``high`` are not stored. cols: the columns, [BD].
@@ -129,18 +125,15 @@ def hgrn_ends(
 
 
 @triton.jit
-def carried(
-    h,  # [BD]
-    decays, ends,  # [N, S - 1, D], fp32
-    n,  # number of this sequence
-    s,  # number of this segment
-    S,  # number of segments of a sequence
-    cols,  # [BD]: columns
-    D: tl.constexpr, BT: tl.constexpr,
-):
+def carried(h, decays, ends, n, s, S, cols, D: tl.constexpr, BT: tl.constexpr):
     """Return the state of BD channels after the first s segments of sequence n, given its initial state h.
 
     decays, ends: [N, S - 1, D], the transfers of the segments, as hgrn_ends computes them.
+
+    h: [BD].
+    n: number of this sequence.
+    S: number of segments of a sequence.
+    cols: [BD]: columns.
     """
     origin = n.to(tl.int64) * (S - 1)
     for i0 in range(0, s, BT):

@@ -48,23 +48,13 @@ def state_update(
     pool,  # number of states
     H,
     heads,  # heads in a group that shares B and C
-    state_n,  # stride between states
-    state_h,  # stride between heads of a state
-    state_p,  # stride between rows of a state
-    state_s,  # stride between columns of a state
+    state_n, state_h, state_p, state_s,  # strides between states, heads, rows and columns
     x_n,  # stride between sequences of x
-    dt_n,  # stride between sequences of dt
-    dt_h,  # stride between heads of dt
-    dt_p,  # stride between rows of dt
-    bias_h,  # stride between heads of dt_bias
-    bias_p,  # stride between rows of dt_bias
-    A_h,  # stride between heads of A
-    A_p,  # stride between rows of A
-    A_s,  # stride between columns of A
-    B_n,  # stride between sequences of B
-    C_n,  # stride between sequences of C
-    D_h,  # stride between heads of D
-    D_p,  # stride between rows of D
+    dt_n, dt_h, dt_p,  # strides of dt between sequences, heads and rows
+    bias_h, bias_p,  # strides of dt_bias between heads and rows
+    A_h, A_p, A_s,  # strides of A between heads, rows and columns
+    B_n, C_n,  # strides between sequences of B and of C
+    D_h, D_p,  # strides of D between heads and rows
     z_n,  # stride between sequences of z
     P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SOFTPLUS: tl.constexpr,
     TIED: tl.constexpr,
@@ -140,12 +130,8 @@ def conv_window(
     seqlens, indices,  # [n] or None
     T,  # tokens of each sequence
     pool,  # number of states
-    x_n,  # stride between sequences of x
-    x_d,  # stride between channels of x
-    x_t,  # stride between tokens of x
-    state_n,  # stride between states
-    state_d,  # stride between channels of a state
-    state_l,  # stride between tokens of a state
+    x_n, x_d, x_t,  # strides of x between sequences, channels and tokens
+    state_n, state_d, state_l,  # strides between states, and of a state between channels and tokens
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):
     """Convolve T new tokens, write y [n, D, T], and update the windows in state [pool, D, L] in place.

@@ -63,17 +63,15 @@ def normalised(b_s, m, r, KIND: tl.constexpr, NORMED: tl.constexpr):
 
 
 @triton.jit
-def before_gate(
-    u, n, w, b,  # [BT, BD]
-    gate, dgate,  # [rows, D]
-    first,  # the program's first row
-    rows, d0,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVICT: tl.constexpr,
-):
+def before_gate(u, n, w, b, gate, dgate, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+                GATE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EVICT: tl.constexpr):
     """Return the gradient [BT, BD] of the value before the gate, and store the gradient of the gate in dgate.
 
     u is the gradient dy of the output; n, w and b are the normalised rows, the weight and the bias.
+
+    u, n, w, b: [BT, BD].
+    gate, dgate: [rows, D].
+    first: the program's first row.
     """
     factor, slope = opened(tile(gate, first, rows, d0, D, BT, BD, EVICT), GATE)
     put(dgate, u * slope * scaled(n, w, b, HAS_WEIGHT, HAS_BIAS), first, rows, d0, D, BT, BD)

@@ -57,13 +57,13 @@ def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROU
 
 
 @triton.jit
-def summed(
-    x, residual,  # [rows, D]
-    first,  # the program's first row
-    rows, d0,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICT: tl.constexpr,
-):
-    """Load a tile [BT, BD] of s = x + residual in fp32; s = x if HAS_RESIDUAL is False."""
+def summed(x, residual, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+           HAS_RESIDUAL: tl.constexpr, EVICT: tl.constexpr):
+    """Load a tile [BT, BD] of s = x + residual in fp32; s = x if HAS_RESIDUAL is False.
+
+    x, residual: [rows, D].
+    first: the program's first row.
+    """
     s = tile(x, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
     if HAS_RESIDUAL:
         s += tile(residual, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
@@ -71,14 +71,13 @@ def summed(
 
 
 @triton.jit
-def lines(
-    weight, bias,  # [GROUPS, D]
-    first,  # the program's first row
-    d0,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Load the weight and bias of BT rows as tiles; one that is absent becomes a placeholder scalar."""
+def lines(weight, bias, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr,
+          HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Load the weight and bias of BT rows as tiles; one that is absent becomes a placeholder scalar.
+
+    weight, bias: [GROUPS, D].
+    first: the program's first row.
+    """
     w = d0
     b = d0
     if HAS_WEIGHT:

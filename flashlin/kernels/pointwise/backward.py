@@ -100,9 +100,7 @@ def pointwise_gate_backward(
 
 
 @triton.jit
-def unmixed(
-    dy, x, delta, dh, ddelta, total, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr,
-):
+def unmixed(dy, x, delta, dh, ddelta, total, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
     """Add the contributions of one output y = h + delta x of the op mix to the gradients of h, delta and x.
 
     Returns the three sums, each [BT, BD].
@@ -275,8 +273,7 @@ def pointwise_skip_backward(
     do, dx, dz,  # [rows, D]
     dmarks,  # [rows], fp32, or None
     shares,  # partial sums [parameters, programs, D], fp32, or None
-    x_n,  # elements from one row of x to the next
-    z_n,  # elements from one row of z to the next
+    x_n, z_n,  # elements from one row of x, and of z, to the next
     rows,
     D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
@@ -328,8 +325,7 @@ def pointwise_read_backward(
     dc,  # [rows, D // W]
     dz,  # [rows, D] or None
     dd,  # [rows, D // W]
-    x_n,  # elements from one row of x to the next
-    z_n,  # elements from one row of z to the next
+    x_n, z_n,  # elements from one row of x, and of z, to the next
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):

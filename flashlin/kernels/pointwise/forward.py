@@ -82,10 +82,8 @@ def line(x, cols, there):
 
 
 @triton.jit
-def opened(
-    g, A_log, dt_bias, first, rows, cols, there, D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+def opened(g, A_log, dt_bias, first, rows, cols, there, D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+           BD: tl.constexpr):
     """Return the inputs of a gate: g + dt_bias [BT, BD], and e^A_log [1, BD].
 
     A head of K columns has one A_log. dt_bias and A_log may be None, which means 0.
@@ -127,9 +125,7 @@ def pointwise_gate(
 
 
 @triton.jit
-def mixed(
-    h, delta, x, y, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr,
-):
+def mixed(h, delta, x, y, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
     """Store one output of a mix, h + delta x, in y [rows, D]; h and delta are [BT, BD]. See ``opened``."""
     put(y, h + delta * line(x, cols, there), first, rows, cols, there, D, BT)
 
@@ -252,8 +248,7 @@ def pointwise_skip(
     z,  # [rows, D] or None
     marks,  # [rows], fp32, or None
     y,  # [rows, D]
-    x_n,  # elements from one row of x to the next
-    z_n,  # elements from one row of z to the next
+    x_n, z_n,  # elements from one row of x, and of z, to the next
     rows,
     D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
@@ -293,8 +288,7 @@ def pointwise_read(
     z,  # [rows, D] or None
     d,  # [rows, D // W]
     y,  # [rows, D]
-    x_n,  # elements from one row of x to the next
-    z_n,  # elements from one row of z to the next
+    x_n, z_n,  # elements from one row of x, and of z, to the next
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):

@@ -54,10 +54,8 @@ def gated(x, A_log, i_h, BOUND: tl.constexpr):
 
 
 @triton.jit
-def decayed(
-    S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr,
-    BOUND: tl.constexpr,
-):
+def decayed(S, g, gamma, gk, gv, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr, V: tl.constexpr,
+            BOUND: tl.constexpr):
     """Return the state S after the decays of one token: g, gamma, gk and gv, each of which may be None.
 
     ``recurrent_forward`` has the shapes of tensors, and ``updated`` explains the other parameters.
@@ -100,11 +98,10 @@ def strength(beta, row, in_v, V: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOI
 
 
 @triton.jit
-def updated(
-    S, b_k, b_p, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v, K: tl.constexpr,
-    V: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr,
-    RATE: tl.constexpr, BOUND: tl.constexpr, ERASE_RATE: tl.constexpr, UNDECAYED: tl.constexpr,
-):
+def updated(S, b_k, b_p, b_v, beta, g, gamma, gk, gv, a, b, A_log, dt_bias, row, i_h, in_k, in_v,
+            K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr,
+            SIGMOID: tl.constexpr, RATE: tl.constexpr, BOUND: tl.constexpr, ERASE_RATE: tl.constexpr,
+            UNDECAYED: tl.constexpr):
     """Return the state after one token, see the formula in inputs.py.
 
     b_p: the vector with which the prediction of DELTA reads the state. UNDECAYED: it reads the state before

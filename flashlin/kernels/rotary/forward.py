@@ -55,10 +55,7 @@ def rotary(
     steps,  # steps of the binary search in bounds
     rows,
     TR,  # number of rows of the tables
-    along_t,  # stride of x by token
-    along_h,  # stride of x by head
-    onto_t,  # stride of y by token
-    onto_h,  # stride of y by head
+    along_t, along_h, onto_t, onto_h,  # strides of x and of y by token and by head
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
 ):

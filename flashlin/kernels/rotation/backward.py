@@ -33,20 +33,14 @@ def columns_of(even, odd, BR: tl.constexpr):
 
 
 @triton.jit
-def with_line(
-    even, odd,  # [BT, BR]
-    d,  # [N, H, K] or None
-    at,  # index of the sequence and head, n H + head
-    row,  # index of the row in the chunk
-    c, s,  # [BT, BR]
-    K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
-):
+def with_line(even, odd, d, at, row, c, s, K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr):
     """Rotate back the gradient of one row and add it to that row of the tiles even and odd, each [BT, BR].
 
     d: gradient of q_first or k_last, [N, H, K], or None.
     at: index of the sequence and head in d, that is n H + head.
     row: index of the row in the chunk. If it is outside of the chunk, nothing is added.
     c, s: cosine and sine of the angles, [BT, BR].
+    even, odd: [BT, BR].
     """
     if d is not None:
         b_d = tl.reshape(line(d + at * K, 0, K, 2 * BR)[None, :], [1, 2 * BR])

@@ -31,16 +31,14 @@ from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, til
 
 
 @triton.jit
-def turns(
-    angles,  # [rows, H, R]
-    step,  # [rows, H]
-    first, t0, length, i_h, H,
-    R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
-):
+def turns(angles, step, first, t0, length, i_h, H, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr):
     """Return two factors of each token's rotation in turns of 2 pi: tanh of the angles and half of the steps.
 
     The rotation is their product. The first factor is [BT, BR], the second [BT], both fp32. Rows after the
     end of the sequence are zero.
+
+    angles: [rows, H, R].
+    step: [rows, H].
     """
     x = tile(angles, first, t0, length, i_h, H, D=R, d0=0, BT=BT, BD=BR).to(tl.float32)
     e = tl.exp(-2.0 * tl.abs(x))
@@ -121,19 +119,15 @@ def turn_carry(
 
 
 @triton.jit
-def thetas(
-    angles,  # [rows, H, R]
-    step,  # [rows, H]
-    carried,  # [R]: turns before the chunk
-    first, t0, length, i_h, H,
-    R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
-):
+def thetas(angles, step, carried, first, t0, length, i_h, H, R: tl.constexpr, BT: tl.constexpr,
+           BR: tl.constexpr):
     """Return the accumulated angles of a chunk's tokens, [BT, BR] in fp32, within 0 .. 2 pi.
 
     A token with an angle that is not finite gets NaN, as do all later tokens of the chunk.
 
     angles, step: the raw angles and the step sizes.
     carried: the rotation before the chunk, in turns of 2 pi.
+    angles: [rows, H, R].
     """
     pairs = tl.arange(0, BR)
     rows = tl.arange(0, BT)
@@ -151,14 +145,13 @@ def thetas(
 
 
 @triton.jit
-def loaded(
-    x,  # [rows, H, D]
-    first, t0, length, i_h, H,
-    D: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ABOVE: tl.constexpr,
-):
+def loaded(x, first, t0, length, i_h, H, D: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr,
+           BD: tl.constexpr, ABOVE: tl.constexpr):
     """Load a [BT, BD] tile of head i_h of x in fp32, from column d0, with zeros outside of x.
 
     With ABOVE, row t of the tile is row t - 1 of the sequence, and zero for the first token.
+
+    x: [rows, H, D].
     """
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
@@ -173,13 +166,13 @@ def loaded(
 
 
 @triton.jit
-def stored(
-    x,  # [rows, H, D]
-    value,  # [BT, BD]
-    first, t0, length, i_h, H,
-    D: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-):
-    """Store a [BT, BD] tile into head i_h of x [rows, H, D], from column d0."""
+def stored(x, value, first, t0, length, i_h, H, D: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr,
+           BD: tl.constexpr):
+    """Store a [BT, BD] tile into head i_h of x [rows, H, D], from column d0.
+
+    x: [rows, H, D].
+    value: [BT, BD].
+    """
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
     mask = (t0 + rows < length)[:, None]
@@ -216,19 +209,17 @@ def store_line(x, value, d0, K: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def put_q(
-    q_turned,  # [1 + rows, H, K]: row 0 is never read
-    q_first,  # [N, H, K]
-    x,  # [BT, BD]
-    first, t0, length, i_h,
-    n,  # the sequence
-    H,
-    K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-):
+def put_q(q_turned, q_first, x, first, t0, length, i_h, n, H, K: tl.constexpr, d0: tl.constexpr,
+          BT: tl.constexpr, BD: tl.constexpr):
     """Store the rotated q of a chunk one row early, and the q of the sequence's first token into q_first.
 
     One row early, the first token's q would be in the row of the previous sequence's last token. This row
     gets zeros instead.
+
+    q_turned: [1 + rows, H, K]: row 0 is never read.
+    q_first: [N, H, K].
+    x: [BT, BD].
+    n: the sequence.
     """
     is_first = (t0 + tl.arange(0, BT) == 0)[:, None]
     stored(q_turned, tl.where(is_first, 0.0, x), first, t0, length, i_h, H, D=K, d0=d0, BT=BT, BD=BD)
@@ -237,17 +228,16 @@ def put_q(
 
 
 @triton.jit
-def put_k(
-    k_turned,  # [rows, H, K]
-    k_last,  # [N, H, K]
-    x,  # [BT, BD]
-    weight,  # [BT]
-    first, t0, length, i_h,
-    n,  # the sequence
-    H,
-    K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-):
-    """Store the rotated k of a chunk times its weights, and the last k, unweighted, into k_last."""
+def put_k(k_turned, k_last, x, weight, first, t0, length, i_h, n, H, K: tl.constexpr, d0: tl.constexpr,
+          BT: tl.constexpr, BD: tl.constexpr):
+    """Store the rotated k of a chunk times its weights, and the last k, unweighted, into k_last.
+
+    k_turned: [rows, H, K].
+    k_last: [N, H, K].
+    x: [BT, BD].
+    weight: [BT].
+    n: the sequence.
+    """
     stored(k_turned, x * weight[:, None], first, t0, length, i_h, H, D=K, d0=d0, BT=BT, BD=BD)
     if t0 + BT >= length:
         is_last = (t0 + tl.arange(0, BT) == length - 1)[:, None]

@@ -240,26 +240,9 @@ def selective_forward(
     states,  # [b, kept, D, W], fp32, or None
     last,  # [b, D, N], fp32, or None
     T,  # tokens
-    u_b,  # stride of u between rows of the batch
-    u_d,  # stride of u between channels
-    u_t,  # stride of u between tokens
-    s_b,  # stride of delta between rows of the batch
-    s_d,  # stride of delta between channels
-    s_t,  # stride of delta between tokens
-    B_b,  # stride of B between rows of the batch
-    B_g,  # stride of B between groups
-    B_n,  # stride of B between states
-    B_t,  # stride of B between tokens
-    C_b,  # stride of C between rows of the batch
-    C_g,  # stride of C between groups
-    C_n,  # stride of C between states
-    C_t,  # stride of C between tokens
-    z_b,  # stride of z between rows of the batch
-    z_d,  # stride of z between channels
-    z_t,  # stride of z between tokens
-    y_b,  # stride of y between rows of the batch
-    y_d,  # stride of y between channels
-    y_t,  # stride of y between tokens
+    u_b, u_d, u_t, s_b, s_d, s_t,  # strides of u and of delta between batch rows, channels and tokens
+    B_b, B_g, B_n, B_t, C_b, C_g, C_n, C_t,  # of B and of C between batch rows, groups, states and tokens
+    z_b, z_d, z_t, y_b, y_d, y_t,  # of z and of y between batch rows, channels and tokens
     D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, G: tl.constexpr, U_TOGETHER: tl.constexpr,
     S_TOGETHER: tl.constexpr, Z_TOGETHER: tl.constexpr, Y_TOGETHER: tl.constexpr, WHOLE: tl.constexpr,
     SEGMENT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr,

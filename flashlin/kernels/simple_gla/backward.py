@@ -196,10 +196,8 @@ def simple_gla_dk(
 
 
 @triton.jit
-def dstate_at(
-    dstates, rest, tails, n, first, t0, length, i_h, H, k0, v0, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIDE: tl.constexpr,
-):
+def dstate_at(dstates, rest, tails, n, first, t0, length, i_h, H, k0, v0, K: tl.constexpr, V: tl.constexpr,
+              BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIDE: tl.constexpr):
     """Return pointers to a [BK, BV] tile of the gradient of the state that leaves a chunk, and its mask.
 
     Without SIDE, the gradient is in dstates, which has one entry per chunk. With SIDE, it is in the chunk's 2
@@ -344,11 +342,9 @@ def simple_gla_states(
 
 
 @triton.jit
-def grads_of_chunk(
-    q, k, v, do, G, states, dstates, rest, tails, dq, dk, dg, scale, n, first, t0, length, i_h, H, R,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):
+def grads_of_chunk(q, k, v, do, G, states, dstates, rest, tails, dq, dk, dg, scale, n, first, t0, length, i_h,
+                   H, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                   BV: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
     """Compute and store dq and dk [BT, K] and dg [BT] of one chunk and head.
 
     states: the states that enter the chunks.
@@ -452,11 +448,9 @@ def simple_gla_grads(
 
 
 @triton.jit
-def grads_of_head(
-    b_q, b_k, scores, b_dq, b_dk, b_ds, v, do, G, states, dstates, dg, scale, n, first, t0, length, i_h, H, R,
-    i_k, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):
+def grads_of_head(b_q, b_k, scores, b_dq, b_dk, b_ds, v, do, G, states, dstates, dg, scale, n, first, t0,
+                  length, i_h, H, R, i_k, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                  BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
     """Add one head's terms to the sums of dq, dk and ds over heads, and store its part of dg.
 
     Returns the three sums.
@@ -502,11 +496,9 @@ def grads_of_head(
 
 
 @triton.jit
-def grads_of_share(
-    q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, t0, length, i_s, H, R, i_k, K: tl.constexpr,
-    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):
+def grads_of_share(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first, t0, length, i_s, H, R, i_k,
+                   K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                   BH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
     """Compute and store dq and dk [BT, BK] of one chunk, summed over a slice of a group's heads.
 
     The GROUP heads that share q and k are divided into slices of at most BH heads. For each head, the part of

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -93,6 +94,9 @@ class Queue:
         self.device, self.starts = device, list[tuple[Any, tuple[Any, ...]]]()
         self.slots = threading.Semaphore(min(cores(), MOST))  # wakes threads in first-come order
         self.order: _Order | None = None
+        # Compilers and modules of kernels import Gluon, and two threads that import it at once can deadlock.
+        with suppress(ImportError):
+            import_module("triton.experimental.gluon.language")
 
     def hold(self, *start: Any) -> None:
         """Receive a launch in place of ``launch.begin``: start it now, or compile its kernel and defer it."""
