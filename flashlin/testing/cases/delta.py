@@ -58,8 +58,8 @@ def _family(case: Op) -> list[Case]:
              case("zero-keys", L2, keys="zero", K=32, V=32, T=70)]
     cases += [case(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items()]
     if gated:
-        cases += [*(case(f"windows-{K}", gate="-0.12", K=K, **sequences.SIX) for K in (64, 128)),
-                  case("no-windows", gate=sequences.SLOW, K=128, **sequences.SIX),
+        cases += [*(case(f"windows-{K}", gate="-0.12", K=K, HV=6, **sequences.SIX) for K in (64, 128)),
+                  case("no-windows", gate=sequences.SLOW, K=128, HV=6, **sequences.SIX),
                   case("g=0", gate="0"), case("g=-20", gate="-20"),
                   case("raw-keys-g=-6", keys="raw", gate="-6"),
                   case("one-key-g=0", allowed=FORGETFUL, keys="one-key", rate="1", gate="0"),
