@@ -356,7 +356,7 @@ RIGHT = ("dtype", "worst", "rms", "row", "allowed")
 def load_gpu(path: Path) -> dict[str, Any]:
     """Return the record of a GPU, with a dict for each case and the source of each configuration."""
     record = json.loads(path.read_text(encoding="utf-8"))
-    configs = {config: source for source, of_one in record.get("configs", {}).items() for config in of_one}
+    configs = source_of_each(record.get("configs", {}))
     rows = [{"op": op, "case": case, **dict(zip(RIGHT, one, strict=True)), "ok": True}
             if isinstance(one, list) else one
             for op, cases in record.get("rows", {}).items()
@@ -365,11 +365,18 @@ def load_gpu(path: Path) -> dict[str, Any]:
 
 
 def by_source(configs: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return configurations in the form of a GPU record, grouped by kernel source."""
+    """Return configurations in the form of a GPU record: their tiles, by the source and name of the kernel."""
     kept: dict[str, list[str]] = {}
     for config, source in sorted(configs.items()):
-        kept.setdefault(source, []).append(config)
+        kernel, _, tile = config.partition(" ")
+        kept.setdefault(f"{source} {kernel}", []).append(tile)
     return kept
+
+
+def source_of_each(kept: Mapping[str, list[str]]) -> dict[str, str]:
+    """Undo ``by_source``: return the source of each configuration."""
+    return {f"{kernel} {tile}": source for key, tiles in kept.items()
+            for source, _, kernel in [key.partition(" ")] for tile in tiles}
 
 
 def by_case(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:

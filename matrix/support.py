@@ -180,7 +180,7 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
     """Return the launch table as JSON, in the form that ``guards.launch_table`` reads.
 
     It maps each configuration to its releases. A release has the keys ``compiled``, ``failed`` and ``ran``,
-    each with GPU names separated by spaces. Its key ``slow`` maps a GPU to the fields of
+    each with GPU names separated by spaces. Its key ``slow`` maps such names to the fields of
     ``launch_table.Slow``.
     """
     every, table = list(every), Table()
@@ -189,7 +189,7 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
         levels[level] = f"{levels[level]} {card}" if level in levels else card
     for state in every:
         for config, cards in slow_by_config(state.result).items():
-            table.setdefault(config, {}).setdefault(state.result.cell.triton, {})["slow"] = cards
+            table.setdefault(config, {}).setdefault(state.result.cell.triton, {})["slow"] = together(cards)
     return proven_text({config: together(record) for config, record in table.items()})
 
 

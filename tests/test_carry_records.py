@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from matrix.results import by_source
 from tools import carry_records, kernel_facts
 from tools.carry_records import Compile, Difference, Kernel
 
@@ -238,13 +239,14 @@ def test_a_name_that_is_taken_loses_what_it_stood_for() -> None:
 
 def test_records_of_gpus_figures_and_the_launch_table() -> None:
     record = {"device": "H100",
-              "configs": {"a:1": [CONFIG], "a:3": ["lost warps=4"], "a:9": ["main warps=1"]}}
+              "configs": by_source({CONFIG: "a:1", "lost warps=4": "a:3", "main warps=1": "a:9"})}
     found = [MOVED, CHANGED]
     fresh, counts = carry_records.carry_gpu(record, found, False)
     assert fresh == {"device": "H100",
-                     "configs": {"b:2": [NEW], "a:3": ["lost warps=4"], "a:9": ["main warps=1"]}}
+                     "configs": by_source({NEW: "b:2", "lost warps=4": "a:3", "main warps=1": "a:9"})}
     assert counts["a.main", "carried"] == counts["a.lost", "gone"] == 1
-    assert "a:3" not in carry_records.carry_gpu(record, found, True)[0]["configs"]
+    assert "a:3 lost" in fresh["configs"]
+    assert "a:3 lost" not in carry_records.carry_gpu(record, found, True)[0]["configs"]
     figures = {"sm90": {"op bf16 main": ["main-01", 0, 255], "op bf16 main again": ["main-02", 0, 9],
                         "op bf16 lost": ["lost-04", 1, 1]}}
     assert carry_records.carry_figures(figures, found, {"main-01": "start-11", "main-02": "start-12"})[0] == {

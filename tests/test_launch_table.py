@@ -16,7 +16,7 @@ from flashlin.policy import Policy
 from flashlin.testing import record
 from flashlin.testing.record import Recorded
 from matrix import support
-from matrix.results import LAUNCHES, Cell, CellResult, Compiled, by_source, load_result
+from matrix.results import LAUNCHES, Cell, CellResult, Compiled, Figures, by_source, load_result
 from matrix.status import CellState, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
@@ -255,3 +255,14 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path,
                                  "gate_cumsum BT=32": "flashlin.kernels.tile_ops:0123"})}
     (tmp_path / "gpu-x.json").write_text(json.dumps(gpu))
     assert json.loads(support.launch_table([], tmp_path)) == {CONFIG: {"3.6.0": {"ran": "sm90"}}}
+
+
+def test_gpus_with_the_same_spills_share_an_entry_of_the_file(tmp_path: Path) -> None:
+    whole, slow = found(), Compiled(slow=Figures(spills=2000, registers=255))
+    launch = next(iter(whole.planned.places.values()))
+    for card in ("sm80", "sm90"):
+        whole.result.enter(launch, "gate_cumsum-1", card, slow)
+    text = support.launch_table([whole], tmp_path)
+    assert '"slow":{"sm80 sm90":[2000]}' in text
+    (tmp_path / "table.json").write_text(text)
+    assert launch_table.read(tmp_path / "table.json")[CONFIG]["3.6.0"]["slow"] == {"sm80": [2000], "sm90": [2000]}

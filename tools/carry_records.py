@@ -14,7 +14,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from matrix.results import Ledger, of_cards, one_a_line, proven_text, read_ledger, write_ledger
+from matrix.results import (
+    Ledger,
+    by_source,
+    of_cards,
+    one_a_line,
+    proven_text,
+    read_ledger,
+    source_of_each,
+    write_ledger,
+)
 from tools.kernel_facts import ROOT, Function, ask, canonical, checkout_of
 
 ABOUT = """A record of a kernel is valid for one version of its source. matrix/results stores the module of
@@ -348,21 +357,16 @@ def carry_gpu(record: Fields, found: list[Kernel], drop: bool) -> tuple[Fields, 
     drop: remove configurations that are not carried.
     """
     carried = {(one.source, one.name): one for one in found}
-    configs, counts = dict[str, list[str]](), Counter[tuple[str, str]]()
-    for source, of_one in record["configs"].items():
-        for config in of_one:
-            kernel = carried.get((source, config.partition(" ")[0]))
-            counts[kernel.old if kernel else "", "carried" if kernel and kernel.new else "gone"] += 1
-            if kernel is None or not kernel.new:
-                if kernel is None or not drop:
-                    configs.setdefault(source, []).append(config)
-            else:
-                configs.setdefault(kernel.new_source, []).append(kernel.config(config))
-    by_config = sorted((config, source) for source, of_one in configs.items() for config in of_one)
-    sorted_configs = dict[str, list[str]]()
-    for config, source in by_config:
-        sorted_configs.setdefault(source, []).append(config)
-    return {**record, "configs": sorted_configs}, counts
+    configs, counts = dict[str, str](), Counter[tuple[str, str]]()
+    for config, source in source_of_each(record["configs"]).items():
+        kernel = carried.get((source, config.partition(" ")[0]))
+        counts[kernel.old if kernel else "", "carried" if kernel and kernel.new else "gone"] += 1
+        if kernel is None or not kernel.new:
+            if kernel is None or not drop:
+                configs[config] = source
+        else:
+            configs[kernel.config(config)] = kernel.new_source
+    return {**record, "configs": by_source(configs)}, counts
 
 
 def carry_figures(record: Fields, found: list[Kernel],
@@ -416,7 +420,7 @@ def carry(old: Path, root: Path, mapping: Mapping[str, str], write: bool, drop: 
     figures = {path: json.loads(path.read_text(encoding="utf-8"))
                for path in sorted(results.glob("figures-*.json"))}
     every = {*sources.items(), *((config.partition(" ")[0], source) for record in gpus.values()
-                                 for source, of_one in record["configs"].items() for config in of_one)}
+                                 for config, source in source_of_each(record["configs"]).items())}
     was = ask(old, "kernels", package="flashlin.kernels")
     before = {key: one["functions"][key][0] for key, one in was.items()}
     now = ask(root, "kernels", package="flashlin.kernels", before=before)

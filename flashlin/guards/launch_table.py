@@ -146,9 +146,17 @@ def read(path: Path) -> Table:
     """Read a launch table from a file.
 
     The file joins releases with the same record in one key, such as ``3.3.0 3.3.1``, and configurations with
-    the same records, separated by ``; ``. The result has one key for each.
+    the same records, separated by ``; ``. GPUs with the same Slow share a key, too. The result has one key
+    for each.
     """
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {config: {triton: dict(record) for together, record in releases.items()
+    return {config: {triton: _apart(record) for together, record in releases.items()
                      for triton in together.split()}
             for configs, releases in kept.items() for config in configs.split("; ")}
+
+
+def _apart(record: Record) -> Record:
+    """Return a copy of a record of the file, in which each GPU has its own entry in ``slow``."""
+    if "slow" not in record:
+        return dict(record)
+    return {**record, "slow": {card: one for cards, one in record["slow"].items() for card in cards.split()}}

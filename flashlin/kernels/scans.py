@@ -32,8 +32,9 @@ BY_DECAY, BY_TRANSFER = 13.0, 0.5
 # Tiles of the kernels that carry states: CARRIED is the largest side of a tile that is carried by decays.
 # STRIP is the largest number of state columns of a program that carries by transfer matrices.
 CARRIED, STRIP = 64, 16
-# Windows (dplr/windows.py) have fewer than NEAR chunks.
-NEAR = 64
+# Windows (dplr/windows.py) have fewer than NEAR chunks. Releases before WINDOWED cannot compile a pipelined
+# dplr_alone with windows.
+NEAR, WINDOWED = 64, (3, 3)
 # State columns per program of scans that would use only a small share of the GPU, and the fewest tokens of
 # a call for which they are used. Shorter calls keep whole strips, so that the test cases cover both.
 NARROW, ENOUGH = 32, 1024
@@ -190,7 +191,8 @@ def windows_launches(problem: Problem, target: Target, part: int, facts: Launch)
     tile = ("BT", facts.block("BT")), ("NEAR", NEAR)
     launches = [facts, Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1, tile, 1024,
                               problem.K * problem.V, frozenset(), part)]
-    return launches if part and segments >= target.sms // 4 and ran(launches, problem, target) else []
+    fit = part and segments >= target.sms // 4 and release(target.triton) >= WINDOWED
+    return launches if fit and ran(launches, problem, target) else []
 
 
 def ran(launches: Iterable[Launch], problem: Problem, target: Target) -> bool:

@@ -8,6 +8,8 @@ import errno
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -86,6 +88,16 @@ def test_who_takes_too_long_is_judged_by_what_was_worked(work: Callable[[Path], 
         assert result.seconds >= 0.5 * subprocesses.PATIENCE, result
     else:
         assert not result.message and 0.5 <= result.seconds, result
+
+
+def test_a_command_may_contain_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Triton 3.5 the linker for AMD is started by its Path, and this raised TypeError."""
+    monkeypatch.setattr(subprocess, "run", subprocess.run)
+    log, report = compiler._keep_ptxas_report(), tmp_path / "report"
+    with report.open("w") as stderr:
+        subprocess.run([Path(sys.executable), "-c", "import sys; print('ptxas', file=sys.stderr)", "ptxas"],
+                       stderr=stderr, check=True)
+    assert log == ["ptxas\n"]
 
 
 class CompilationError(Exception):

@@ -243,6 +243,19 @@ def test_starts_wait_until_torch_may_read_what_they_write(card: Card) -> None:
     assert card.order == ["first_toy", "second_toy", "second_toy"] and not card.by_main
 
 
+def test_gluon_is_imported_before_threads_compile() -> None:
+    """Compilers and modules of kernels import it; two threads that import it at the same time can deadlock."""
+    name = "triton.experimental.gluon.language"
+    pytest.importorskip(name)
+    done = subprocess.run([sys.executable, "-c", f"""if True:
+        import sys
+        from flashlin.ops._common.compile_ahead import Queue
+        assert {name!r} not in sys.modules
+        Queue(0)
+        assert {name!r} in sys.modules"""], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+
+
 def test_the_next_part_of_a_batch_waits_for_the_one_before(card: Card) -> None:
     """The next slice of a batch starts after the previous slice has started its kernels.
 

@@ -63,8 +63,10 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     fast = _overlapped(problem, target, part, BT)
     back = _overlapped(problem, target, part, BT, back=True) if problem.needs_grad else None
     if part:
-        alone, gated = _overlapped_alone(problem, target, part, BT), "g" in problem.options
-        if alone and gated and (back or not problem.needs_grad):
+        alone = _overlapped_alone(problem, target, part, BT)
+        # In forward alone with heads of 64, the bounds would cost more than windows save (segments-delta-*).
+        forgets = "g" in problem.options and (problem.needs_grad or problem.K > BLOCK)
+        if alone and forgets and (back or not problem.needs_grad):
             kernels += scans.windows_launches(problem, target, part, scans.over_tokens(
                 "delta_facts", problem, dict(BT=BT, BK=min(64, wide)), num_warps=FACTS_WARPS))
         kernels += [alone or walk("delta_alone", states),
