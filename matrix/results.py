@@ -365,7 +365,7 @@ def load_gpu(path: Path) -> dict[str, Any]:
 
 
 def by_source(configs: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return configurations in the form of a GPU record: their tiles, by the source and name of the kernel."""
+    """Return configurations in the form of a GPU record, without the kernel's name, by source and kernel."""
     kept: dict[str, list[str]] = {}
     for config, source in sorted(configs.items()):
         kernel, _, tile = config.partition(" ")
@@ -374,7 +374,7 @@ def by_source(configs: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def source_of_each(kept: Mapping[str, list[str]]) -> dict[str, str]:
-    """Undo ``by_source``: return the source of each configuration."""
+    """Return the source of each configuration, from the result of ``by_source``."""
     return {f"{kernel} {tile}": source for key, tiles in kept.items()
             for source, _, kernel in [key.partition(" ")] for tile in tiles}
 

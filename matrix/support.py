@@ -181,7 +181,7 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
 
     It maps each configuration to its releases. A release has the keys ``compiled``, ``failed`` and ``ran``,
     each with GPU names separated by spaces. Its key ``slow`` maps such names to the fields of
-    ``launch_table.Slow``.
+    a ``launch_table.Slow``.
     """
     every, table = list(every), Table()
     for config, triton, level, card in sorted(launch_facts(every, folder)):

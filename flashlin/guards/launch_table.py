@@ -146,8 +146,8 @@ def read(path: Path) -> Table:
     """Read a launch table from a file.
 
     The file joins releases with the same record in one key, such as ``3.3.0 3.3.1``, and configurations with
-    the same records, separated by ``; ``. GPUs with the same Slow share a key, too. The result has one key
-    for each.
+    the same records, separated by ``; ``. It also joins GPUs with the same numbers in ``slow``, separated by
+    spaces. The result has a key for each release, configuration and GPU.
     """
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {config: {triton: _apart(record) for together, record in releases.items()

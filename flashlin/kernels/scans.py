@@ -184,7 +184,9 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
 def windows_launches(problem: Problem, target: Target, part: int, facts: Launch) -> list[Launch]:
     """Return ``facts`` and the launch of the kernel that finds windows of segments, or [] for no windows.
 
-    With few programs, heads without windows were slower: 0.39 ms instead of 0.26 at 6x1600x1x128.
+    If segments times heads are fewer than a quarter of the multiprocessors, there are none. There KDA without
+    windows took 0.39 ms instead of 0.26 ms (6x1600x1x128, benchmarks/results/windows-kda-*).
+
     part: tokens of a segment. facts: the launch that stores the facts of chunks.
     """
     segments = numbered(problem, part) * problem.H
@@ -196,7 +198,7 @@ def windows_launches(problem: Problem, target: Target, part: int, facts: Launch)
 
 
 def ran(launches: Iterable[Launch], problem: Problem, target: Target) -> bool:
-    """Return True if all launches have run on this kind of GPU, or for Triton's interpreter."""
+    """Return True if all launches have run on this kind of GPU; always True for Triton's interpreter."""
     return target.backend == "interpreter" or all(may_start(one, problem, target) for one in launches)
 
 
@@ -378,8 +380,8 @@ def state_launch(kernel: str, config: Config, problem: Problem, shared: int, tra
 def groups_of(problem: Problem, target: Target, part: int) -> int:
     """Return the groups of four warps of a scan in Gluon, 1 or 2, each for 64 columns of the state.
 
-    One group takes less time for a chunk than two. So a group has a multiprocessor of its own if there are
-    enough. Calls of fewer than ENOUGH tokens have two, so that the test cases cover both.
+    One group computes a chunk faster than two. So programs have one if the GPU has a multiprocessor for each
+    group. Calls of fewer than ENOUGH tokens have two if V allows it, so that the test cases cover both.
     """
     columns = problem.V // 64
     alone = problem.T >= ENOUGH and numbered(problem, part) * problem.H * columns <= target.sms

@@ -61,7 +61,8 @@ def load(ring, reads, row0, line, columns, chunks, GROUPS: gl.constexpr, DECAY: 
     its TMA transfers have arrived and its rows of ``lines`` are written. These rows are beta and, with
     decays, G_i, 2^{G_i}, 2^{G_L - G_i} and 2^{G_L}, where G is the cumulative log2 decay.
 
-    reads: what to load. q and A_low may be None. line: offset of the program's first token in betas and G.
+    reads: the tuple q, k, v, A, A_low, betas, G, in which q and A_low may be None.
+    line: offset of the program's first token in betas and G.
     columns: the program's first columns in q and k, in v, and in A. REVERSE: begin with the last chunk.
     """
     q, k, v, A, A_low, betas, G = reads
@@ -110,10 +111,16 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
              DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr):
     """Compute all chunks for BV columns of the state; this is the program of a group of four warps.
 
-    work: what the kernel reads and writes, and its buffers.
-    place: v0, the program's first column in a state; v_column, the same in v and o; row0, its first row; the
-    number of the initial state in h0; the number of the final state in ht, or negative if it is not needed;
-    table, the row of states where the entry of its first chunk begins; and step, the rows to the next entry.
+    work: the tensors o, states, h0 and ht; the buffers and barriers of scores and results; and scale.
+    place: a tuple of
+        v0: the program's first column in a state
+        v_column: its first column in v and o
+        row0: its first row
+        entering: number of the initial state in h0
+        leaving: number of the final state in ht, negative if the program writes none
+        table: row of ``states`` where the entry of its first chunk begins
+        step: rows from one entry to the next
+        chunks: number of its chunks
     """
     o, states, h0, ht, weights_of, o_of, states_of, scored, used, scale = work
     v0, v_column, row0, entering, leaving, table, step, chunks = place

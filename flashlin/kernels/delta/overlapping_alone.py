@@ -1,7 +1,7 @@
 """The first step of split sequences (``parts.py``) for Hopper, in Gluon, structured like ``overlapping.py``.
 
-It computes y, u and the state as the forward scan does. The matrix of the transfer has v = 0 and starts from
-the identity. Segments may have windows (``dplr/windows.py``).
+The kernel computes y, u and the state as the forward scan does. For a transfer matrix, it sets v = 0 and
+starts from the identity. Segments may have windows (``dplr/windows.py``).
 """
 
 from triton.experimental import gluon
@@ -18,8 +18,12 @@ def multiply_alone(group: gl.constexpr, ring, work, V: gl.constexpr, GROUPS: gl.
                    DECAY: gl.constexpr, V_FIRST: gl.constexpr, HALF: gl.constexpr):
     """Compute all chunks for BV columns of a state or transfer; this is the program of a group of four warps.
 
-    work: the results; the number of the segment and head; v0, the program's first column in a state; c0, its
-    first column in the transfer, or a negative number if it computes a state; and its chunks.
+    work: a tuple of
+        alone, transfer: the two results
+        own: the number of the segment and head
+        v0: the program's first column in a state
+        c0: its first column in the transfer matrix, negative if it computes a state
+        chunks: number of its chunks
     """
     alone, transfer, own, v0, c0, chunks = work
     ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty = ring
@@ -71,7 +75,7 @@ def multiply_alone(group: gl.constexpr, ring, work, V: gl.constexpr, GROUPS: gl.
         barrier()  # all warps must have read the slot before one thread signals
         mbarrier.arrive(empty.index(slot), count=1)
     if chunks > 0:
-        zero = gl.minimum(chunks, 0)  # a known 0 would make the compiler compute addresses before the loop
+        zero = gl.minimum(chunks, 0)  # a known 0 would make the compiler keep addresses during the loop
         if c0 < 0:
             gl.store(state_tile(alone, own, v0, zero, of_state, BK, V, BV, V_FIRST), h)
         elif c0 < BK:
@@ -122,7 +126,7 @@ def delta_overlapped_alone(
     row0 = n * T + i_part * L
     ends = i_part == parts - 1
     first = i_part == 0
-    unused = (ends & (not HAS_DHT)) | (first & (not HAS_H0))  # of the transfer
+    unused = (ends & (not HAS_DHT)) | (first & (not HAS_H0))  # true if no launch reads the transfer
     start = 0
     if windows is not None:
         window = gl.load(windows + own)

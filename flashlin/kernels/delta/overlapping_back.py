@@ -155,8 +155,8 @@ def delta_overlapped_back(
 
     One program computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
 
-    windows_back: with ALONE, positive for segments of which it computes only so many chunks, the first ones.
-        At 0 it computes the whole segment. At -1 the head is not split, and it computes nothing.
+    ALONE: compute only the gradient that each segment passes to the one before it if it receives zero.
+    windows_back: with ALONE, the number of chunks to compute at the start of each segment; 0 means all.
     """
     v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, True)
     if ALONE:  # a first segment has no earlier one to pass its gradient to

@@ -3,7 +3,8 @@
 For each segment, one kernel computes ``alone``, the state that the segment would end with if it started from
 zero, and its transfer matrix. The transfer matrix [K, K] is the final state for the identity as initial state
 and v = 0, so the same scan computes it from columns of the identity. Backward uses the transposed matrix.
-Then the matrix must be as exact as the reverse scan, which compensates rounding errors (HALF).
+Then the matrix must be as exact as the reverse scan, which compensates rounding errors (HALF). On Hopper,
+``overlapping_alone.py`` may compute both, and segments may have windows (``dplr/windows.py``).
 """
 
 from typing import Any
@@ -90,9 +91,9 @@ def delta_facts(
     T, H, HV, R, S,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, FACTS: tl.constexpr,
 ):
-    """Store what bounds the effect of each chunk on states and, given do, on their gradients.
+    """Store numbers that bound how each chunk changes states and, given do, the gradients of states.
 
-    ``dplr/windows.py`` describes the bounds. One program computes one chunk of one head, of dense sequences.
+    ``dplr/windows.py`` derives the bounds. One program computes one chunk of one head, of dense sequences.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -121,10 +122,15 @@ def delta_facts(
 
 def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any], has_dht: bool = False,
                    back: bool = False) -> None:
-    """Compute the initial states of all segments, see ``sequence_split.by_transfers``.
+    """Compute the initial states of all segments, and store them in part, as ``by_transfers`` does.
 
-    Also put the windows of segments into part, as ``windows`` and, with back, ``windows_back`` for gradients.
-    They are None if the plan has none.
+    Also store ``windows`` in part and, with back, ``windows_back``. Both are None if the plan does not launch
+    ``dplr_windows``.
+
+    part: the arguments that launches share, see ``Batch.parts``.
+    constants: arguments of ``delta_alone``.
+    has_dht: True if ``back_by_transfers`` follows and the final states have gradients.
+    back: True in backward.
     """
     plan, kernel = batch.plan, delta_alone
     part.update(windows=None, windows_back=None)

@@ -13,7 +13,7 @@ from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 
-FACTS_WARPS = 2  # of the kernel that bounds the effect of chunks; 1 and 4 are slower
+FACTS_WARPS = 2  # warps of delta_facts; 1 and 4 were slower (benchmarks/notes/delta-rule.md)
 STAGES_BACK = 2  # chunks in the ring buffer of the Gluon reverse scan; each needs more memory than in forward
 
 
@@ -64,7 +64,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     back = _overlapped(problem, target, part, BT, back=True) if problem.needs_grad else None
     if part:
         alone = _overlapped_alone(problem, target, part, BT)
-        # In forward alone with heads of 64, the bounds would cost more than windows save (segments-delta-*).
+        # in forward alone with heads of 64, windows gain 6 % or lose 22 % (benchmarks/notes/delta-rule.md)
         forgets = "g" in problem.options and (problem.needs_grad or problem.K > BLOCK)
         if alone and forgets and (back or not problem.needs_grad):
             kernels += scans.windows_launches(problem, target, part, scans.over_tokens(

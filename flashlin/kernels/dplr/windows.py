@@ -69,7 +69,7 @@ def factor(bits):
 @triton.jit
 def store_facts(facts, stride, highest, kk, ka, aa, ww, qq, oo, length, BT: tl.constexpr,
                 READS: tl.constexpr):
-    """Store what bounds the effect of a chunk on states, see the module. Here a has the opposite sign.
+    """Store numbers that bound how a chunk changes states, see the module. The sign of a is reversed here.
 
     The numbers are the log2 of n_1 ... n_L; the bound of what the chunk adds to the state after it, and
     |k| |w| of its last token; with READS, the bound of what it adds to the gradient of the state before it,
@@ -158,7 +158,7 @@ def dplr_windows(
 def find_windows(plan: Plan, x: dict[str, Any], few: int, reverse: bool = False) -> None:
     """Put the windows of all segments and heads into x, as ``windows``, if the plan has them.
 
-    few: with so many segments or fewer, heads that need transfers are not split.
+    few: in sequences of at most so many segments, a head that has a segment without a window is not split.
     reverse: also put the windows at the start of segments, for gradients, as ``windows_back``.
     """
     if plan.has("dplr_windows"):

@@ -94,7 +94,7 @@ class Queue:
         self.device, self.starts = device, list[tuple[Any, tuple[Any, ...]]]()
         self.slots = threading.Semaphore(min(cores(), MOST))  # wakes threads in first-come order
         self.order: _Order | None = None
-        # Compilers and modules of kernels import Gluon, and two threads that import it at once can deadlock.
+        # Import Gluon before threads start. Two threads that import it at the same time can deadlock.
         with suppress(ImportError):
             import_module("triton.experimental.gluon.language")
 
