@@ -374,9 +374,12 @@ def by_source(configs: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def source_of_each(kept: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return the source of each configuration, from the result of ``by_source``."""
+    """Return the source of each configuration, from the result of ``by_source``.
+
+    Raises ValueError if a key has no kernel, as in records before 0.2.0.
+    """
     return {f"{kernel} {tile}": source for key, tiles in kept.items()
-            for source, _, kernel in [key.partition(" ")] for tile in tiles}
+            for source, kernel in [key.split(" ")] for tile in tiles}
 
 
 def by_case(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:

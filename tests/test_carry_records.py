@@ -246,6 +246,8 @@ def test_records_of_gpus_figures_and_the_launch_table() -> None:
                      "configs": by_source({NEW: "b:2", "lost warps=4": "a:3", "main warps=1": "a:9"})}
     assert counts["a.main", "carried"] == counts["a.lost", "gone"] == 1
     assert "a:3 lost" in fresh["configs"]
+    taken = {"configs": by_source({CONFIG: "a:1", NEW: "a:9"})}  # an old kernel has the new name
+    assert carry_records.carry_gpu(taken, found, False)[0]["configs"] == by_source({NEW: "b:2"})
     assert "a:3 lost" not in carry_records.carry_gpu(record, found, True)[0]["configs"]
     figures = {"sm90": {"op bf16 main": ["main-01", 0, 255], "op bf16 main again": ["main-02", 0, 9],
                         "op bf16 lost": ["lost-04", 1, 1]}}

@@ -363,7 +363,7 @@ def carry_gpu(record: Fields, found: list[Kernel], drop: bool) -> tuple[Fields, 
         counts[kernel.old if kernel else "", "carried" if kernel and kernel.new else "gone"] += 1
         if kernel is None or not kernel.new:
             if kernel is None or not drop:
-                configs[config] = source
+                configs.setdefault(config, source)
         else:
             configs[kernel.config(config)] = kernel.new_source
     return {**record, "configs": by_source(configs)}, counts

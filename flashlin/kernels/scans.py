@@ -181,20 +181,24 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
                   trait_set("dot", "fp32_dot"), part)
 
 
-def windows_launches(problem: Problem, target: Target, part: int, facts: Launch) -> list[Launch]:
-    """Return ``facts`` and the launch of the kernel that finds windows of segments, or [] for no windows.
+def windows_launch(problem: Problem, target: Target, part: int, BT: int) -> Launch | None:
+    """Return the launch of the kernel that finds windows of segments, or None if it cannot be used.
 
-    If segments times heads are fewer than a quarter of the multiprocessors, there are none. There KDA without
-    windows took 0.39 ms instead of 0.26 ms (6x1600x1x128, benchmarks/results/windows-kda-*).
+    There are none with few segments. There KDA without windows took 0.39 ms instead of 0.26 ms (6x1600x1x128,
+    benchmarks/results/windows-kda-*).
 
-    part: tokens of a segment. facts: the launch that stores the facts of chunks.
+    part: tokens of a segment, or 0. BT: tokens of a chunk.
     """
-    segments = numbered(problem, part) * problem.H
-    tile = ("BT", facts.block("BT")), ("NEAR", NEAR)
-    launches = [facts, Launch("dplr_windows", (segments,), min(4, problem.max_warps), 1, tile, 1024,
-                              problem.K * problem.V, frozenset(), part)]
-    fit = part and segments >= target.sms // 4 and release(target.triton) >= WINDOWED
-    return launches if fit and ran(launches, problem, target) else []
+    if not part or not many(problem, target, part) or release(target.triton) < WINDOWED:
+        return None
+    launch = Launch("dplr_windows", (numbered(problem, part) * problem.H,), min(4, problem.max_warps), 1,
+                    (("BT", BT), ("NEAR", NEAR)), 1024, problem.K * problem.V, frozenset(), part)
+    return launch if ran([launch], problem, target) else None
+
+
+def many(problem: Problem, target: Target, part: int) -> bool:
+    """Return True if segments times heads are at least a quarter of the multiprocessors."""
+    return numbered(problem, part) * problem.H >= target.sms // 4
 
 
 def ran(launches: Iterable[Launch], problem: Problem, target: Target) -> bool:

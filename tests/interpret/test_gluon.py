@@ -42,8 +42,7 @@ CALLS: dict[str, tuple[str, Callable[..., list[torch.Tensor]]]] = {
     "delta, gradients": ("delta_overlapped_back", partial(delta, **ONE, v_first=True, gradients=True)),
     "delta of grouped heads, gradients": ("delta_overlapped_grads", partial(
         delta, **{**ONE, "HV": 2, "D": 128}, V=64, gradients=True)),
-    "delta of segments, gradients": ("delta_overlapped_alone", partial(
-        delta, **{**ONE, "T": 1152, "HV": 2}, V=128, gradients=True)),
+    "delta of segments": ("delta_overlapped_alone", partial(delta, **{**ONE, "T": 1152, "HV": 12})),
     "KDA": ("dplr_overlapped", partial(channels, "chunk_kda", **{**ONE, "HV": 2}, V=128)),
     "KDA, gradients": ("dplr_overlapped_grads", partial(
         channels, "chunk_kda", **{**ONE, "D": 128}, v_first=True, gradients=True)),

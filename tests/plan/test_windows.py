@@ -69,6 +69,16 @@ def test_gated_delta_rules(given: dict[str, Any], planned: bool) -> None:
     assert not planned or "delta_overlapped_alone" in names
 
 
+@pytest.mark.parametrize(("T", "H", "backward", "split"), [
+    (32768, 8, False, True), (32768, 8, True, True), (4096, 128, False, False), (4096, 128, True, False)])
+def test_kernels_in_gluon_of_delta_rules_have_run(T: int, H: int, backward: bool, split: bool) -> None:
+    """They are also planned outside of trials, because the records contain their present source."""
+    names = kernels(T, H, ("g",), backward, op="chunk_gated_delta_rule", canary="auto")
+    assert "delta_overlapped" in names
+    assert ({"delta_overlapped_back", "delta_overlapped_grads"} <= names) == backward
+    assert ({"delta_facts", "dplr_windows", "delta_overlapped_alone"} <= names) == split
+
+
 def test_two_warps_compute_half_as_many_columns_and_channels() -> None:
     found = flashlin.Problem("chunk_kda", "dplr", "chunk", 1, 32768, 8, 128, 128, 1, dtype="bfloat16",
                              needs_grad=True, options=COMPUTED)

@@ -60,15 +60,14 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
     def walk(kernel: str, config: Config, more: int = 0) -> Launch:
         return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
-    fast = _overlapped(problem, target, part, BT)
-    back = _overlapped(problem, target, part, BT, back=True) if problem.needs_grad else None
     if part:
         alone = _overlapped_alone(problem, target, part, BT)
         # in forward alone with heads of 64, windows gain 6 % or lose 22 % (benchmarks/notes/delta-rule.md)
-        forgets = "g" in problem.options and (problem.needs_grad or problem.K > BLOCK)
-        if alone and forgets and (back or not problem.needs_grad):
-            kernels += scans.windows_launches(problem, target, part, scans.over_tokens(
-                "delta_facts", problem, dict(BT=BT, BK=min(64, wide)), num_warps=FACTS_WARPS))
+        if alone and "g" in problem.options and (problem.needs_grad or problem.K > BLOCK):
+            tile = dict(BT=BT, BK=min(64, wide))
+            facts = scans.over_tokens("delta_facts", problem, tile, num_warps=FACTS_WARPS)
+            windows = scans.windows_launch(problem, target, part, BT)
+            kernels += [facts, windows] if windows and scans.ran([facts], problem, target) else []
         kernels += [alone or walk("delta_alone", states),
                     scans.carry_launch(problem, target, part, transfer=True)]
     # With p, K from 65 to 128 and 16 bits, registers are scarce. So delta_grads computes half as many
@@ -76,6 +75,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # other GPUs two stages spill less than one.
     slim = before and bytes_each == 2 and padded(problem.K) == 128
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
+    fast = _overlapped(problem, target, part, BT)
     kernels.append(fast or walk("delta_scan", forward))
     if problem.needs_grad:
         # without narrow states, a second stage needs too many registers (benchmarks/results/kernels-*)
@@ -96,16 +96,22 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         grads = [scans.over_tokens("delta_grads", problem, tile(strip), finishing(strip, num_stages),
                                    per_chunk | trait_set("mixed_sum"), num_stages)
                  for strip, num_stages in ways]
+        back = _overlapped(problem, target, part, BT, back=True)
         if narrow or not fast:  # it also restores the states, but with fewer programs than narrow strips
             kernels.append(walk("delta_states", states))
-        kernels += [back or walk("delta_reverse", reverse, moved), _overlapped_grads(problem, target, BT)
+        if part or not back:  # split sequences always need delta_reverse, with ALONE
+            kernels.append(walk("delta_reverse", reverse, moved))
+        kernels += [*([back] if back else []), _overlapped_grads(problem, target, BT)
                     or scans.least_spilled_that_fits(grads, target)]
     return tuple(kernels)
 
 
 def _overlapped_alone(problem: Problem, target: Target, part: int, BT: int) -> Launch | None:
-    """Return the launch of the first step of split sequences in Gluon, or None if it cannot be used."""
-    if BT != BLOCK or "p" in problem.options:
+    """Return the launch of the first step of split sequences in Gluon, or None if it cannot be used.
+
+    With few programs, narrow strips of ``delta_alone`` were faster.
+    """
+    if BT != BLOCK or "p" in problem.options or not scans.many(problem, target, part):
         return None
     K, BV = problem.K, 64
     groups = 1 if problem.V % (2 * BV) else 2
@@ -130,7 +136,8 @@ def _overlapped(problem: Problem, target: Target, part: int, BT: int, back: bool
     """
     if BT != BLOCK or "p" in problem.options:
         return None
-    K, BV, groups = problem.K, 64, scans.groups_of(problem, target, part)
+    K, BV = problem.K, 64
+    groups = 1 if problem.V % (2 * BV) else 2
     slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
     written = 2 * BV * (BT + K) if back else 4 * BT * BV
     stages = STAGES_BACK if back else scans.STAGES

@@ -230,9 +230,9 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     def split(worth: int) -> int:
         return scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
     part = split(scans.WORTH) if short else 0
-    windows = []
+    windows = None
     if problem.T > FEW * part or (kind == "short" and problem.needs_grad and part >= LONG):
-        windows = scans.windows_launches(problem, target, part, preparation[0])[1:]
+        windows = scans.windows_launch(problem, target, part, BT)
     if not windows:
         # KDA's forward has a higher ``worth``, because it spends most of its time in the kernel that prepares
         # chunks. Its scan takes little time, so a split into 4 segments gains nothing.
@@ -243,7 +243,7 @@ def planned(problem: Problem, target: Target, narrow: bool, kind: str) -> tuple[
     single = scan._replace(BV=scans.NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
     scan = scans.deepest(single, scanning, target) if narrow else scan
     kernels = [*([] if short else [scans.channel_sums_launch(problem, BT)]), *preparation,
-               *windows]
+               *([windows] if windows else [])]
 
     # ``tall`` marks scans for which the known issue tall-state-32 may crash the compiler. These scans
     # multiply operands as they were loaded, so 4 warps crash only in a pipelined loop (several stages) of
