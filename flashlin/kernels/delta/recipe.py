@@ -64,8 +64,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         alone = _overlapped_alone(problem, target, part, BT)
         # in forward alone with heads of 64, windows gain 6 % or lose 22 % (benchmarks/notes/delta-rule.md)
         if alone and "g" in problem.options and (problem.needs_grad or problem.K > BLOCK):
-            tile = dict(BT=BT, BK=min(64, wide))
-            facts = scans.over_tokens("delta_facts", problem, tile, num_warps=FACTS_WARPS)
+            facts = scans.over_tokens("delta_facts", problem, dict(BT=BT, BK=min(64, wide)),
+                                      num_warps=FACTS_WARPS)
             windows = scans.windows_launch(problem, target, part, BT)
             kernels += [facts, windows] if windows and scans.ran([facts], problem, target) else []
         kernels += [alone or walk("delta_alone", states),
