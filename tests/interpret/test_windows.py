@@ -322,8 +322,8 @@ def test_whole_calls_as_on_a_gpu(op: str, segments: int, keeping: float,
 
 
 @pytest.mark.parametrize(("forgets", "facts"), [
-    ("all", {"V": 128, "v_first": True}), ("no head", {"D": 128, "V": 64}), ("one head", {"D": 128}),
-    ("no gate", {"V": 128})])
+    ("all", {"D": 128, "v_first": True}), ("no head", {"D": 128, "V": 64}),
+    ("one head", {"D": 128, "V": 64}), ("no gate", {"V": 128})])
 @pytest.mark.alternate
 def test_gradients_of_a_gated_delta_rule(forgets: str, facts: dict[str, Any],
                                          monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
     if part:
         alone = _overlapped_alone(problem, target, part, BT)
-        # in forward alone with heads of 64, windows gain 6 % or lose 22 % (benchmarks/notes/delta-rule.md)
-        if alone and "g" in problem.options and (problem.needs_grad or problem.K > BLOCK):
+        # in forward with heads of 64, windows gain 6 % or lose 22 % (benchmarks/notes/delta-rule.md)
+        if alone and "g" in problem.options and problem.K > BLOCK:
             facts = scans.over_tokens("delta_facts", problem, dict(BT=BT, BK=min(64, wide)),
                                       num_warps=FACTS_WARPS)
             windows = scans.windows_launch(problem, target, part, BT)
