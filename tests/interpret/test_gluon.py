@@ -42,7 +42,7 @@ CALLS: dict[str, tuple[str, Callable[..., list[torch.Tensor]]]] = {
     "delta, gradients": ("delta_overlapped_back", partial(delta, **ONE, v_first=True, gradients=True)),
     "delta of grouped heads, gradients": ("delta_overlapped_grads", partial(
         delta, **{**ONE, "HV": 2, "D": 128}, V=64, gradients=True)),
-    "delta of segments": ("delta_overlapped_alone", partial(delta, **{**ONE, "T": 1152, "HV": 12})),
+    "delta of segments": ("delta_overlapped_alone", partial(delta, **{**ONE, "T": 1152, "HV": 2})),
     "KDA": ("dplr_overlapped", partial(channels, "chunk_kda", **{**ONE, "HV": 2}, V=128)),
     "KDA, gradients": ("dplr_overlapped_grads", partial(
         channels, "chunk_kda", **{**ONE, "D": 128}, v_first=True, gradients=True)),
@@ -59,7 +59,8 @@ CALLS: dict[str, tuple[str, Callable[..., list[torch.Tensor]]]] = {
 def test_results_are_right_in_random_orders(name: str, seed: int) -> None:
     """Compare with float64 for ``delta`` and ``channels``, and with plain kernels for the other ops."""
     kernel, call = CALLS[name]
-    with running(seed=seed) as names:
+    # A small GPU splits a sequence of few heads, and segments of few heads are enough for it.
+    with running("H200,triton=3.6.0,sms=8" if "segments" in name else "H200,triton=3.6.0", seed) as names:
         ours = call(torch.device("cpu"))
     assert kernel in names
     right = call(torch.device("cpu"), **({"oracle": True} if call.func in (channels, delta) else {}))

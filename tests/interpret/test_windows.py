@@ -333,7 +333,7 @@ def test_gradients_of_a_gated_delta_rule(forgets: str, facts: dict[str, Any],
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(parts, "find_windows", partial(noting, found))
     monkeypatch.setattr(overlapped, "decays", lambda x: F.logsigmoid(x) * torch.tensor(factor))
-    call = partial(delta, torch.device("cpu"), **{**dict(B=1, T=768, H=1, HV=2, D=64), **facts},
+    call = partial(delta, torch.device("cpu"), **{**dict(B=1, T=576, H=1, HV=2, D=64), **facts},
                    gated=forgets != "no gate", state=True, gradients=True)
     with running("H200,triton=3.6.0,sms=8") as names:
         ours = call()
@@ -343,6 +343,33 @@ def test_gradients_of_a_gated_delta_rule(forgets: str, facts: dict[str, Any],
     for part in found:
         assert (part["windows"][:-1] > 0).tolist() == 2 * [[one == 1 for one in factor or ()]]
         assert (part["windows"] >= 0).all()
+
+
+def test_facts_of_a_gated_delta_rule() -> None:
+    """They agree with norms in float64, also in a last chunk of 6 tokens and with rates above 2."""
+    torch.manual_seed(0)
+    B, T, H, HV, K, V, scale = 2, 70, 1, 2, 16, 32, -0.3
+    q, k, v, do = (torch.randn(B, T, *sides) for sides in ((H, K), (H, K), (HV, V), (HV, V)))
+    k, beta, g = 0.9 * F.normalize(k, dim=-1), 3 * torch.rand(B, T, HV), -torch.rand(B, T, HV)
+    chunks = [(b, begin, min(begin + 64, T)) for b in range(B) for begin in (0, 64)]
+    G = torch.cat([g[b, begin:end].cumsum(0) / math.log(2) for b, begin, end in chunks]).T.contiguous()
+    facts = torch.full((HV, windows.FACTS, len(chunks)), torch.nan)
+    parts.delta_facts[len(chunks) * HV,](
+        k, q, v, do, beta.view(-1, HV).T.contiguous(), G, facts, scale, T, H, HV, B * T, 2, K=K, V=V, BT=64,
+        BK=16, FACTS=windows.FACTS)
+    for i, (b, begin, end) in enumerate(chunks):
+        for head in range(HV):
+            rows = (b, slice(begin, end))
+            key, rate = k[rows][:, 0].double(), beta[rows][:, head].double()
+            decays = g[rows][:, head].double().exp()
+            steps = torch.eye(K).double() - rate[:, None, None] * key[:, :, None] * key[:, None, :]
+            norm = torch.linalg.matrix_norm(steps * decays[:, None, None], 2)
+            added = key.norm(dim=1) * (rate[:, None] * v[rows][:, head]).norm(dim=1)
+            pulled = (scale * q[rows][:, 0]).double().norm(dim=1) * do[rows][:, head].double().norm(dim=1)
+            after = torch.cat([norm.flip(0).cumprod(0).flip(0)[1:], torch.ones(1)])
+            right = torch.stack([norm.log2().sum(), (added * after).sum(), added[-1],
+                                 (pulled * norm.cumprod(0)).sum(), pulled[0] * norm[0]])
+            torch.testing.assert_close(facts[head, :, i].double(), right, rtol=1e-4, atol=1e-4)
 
 
 def test_a_state_on_its_way_is_awaited_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
