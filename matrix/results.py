@@ -376,8 +376,11 @@ def by_source(configs: Mapping[str, str]) -> dict[str, list[str]]:
 def source_of_each(kept: Mapping[str, list[str]]) -> dict[str, str]:
     """Return the source of each configuration, from the result of ``by_source``.
 
-    Raises ValueError if a key has no kernel, as in records before 0.2.0.
+    Raises ValueError if a key names no kernel, as in older records.
     """
+    if old := [key for key in kept if " " not in key]:
+        raise ValueError(f"configs: got the key {old[0]!r} of an older record, need a source and a kernel; "
+                         "delete the file and run python -m matrix.gpu")
     return {f"{kernel} {tile}": source for key, tiles in kept.items()
             for source, kernel in [key.split(" ")] for tile in tiles}
 

@@ -16,7 +16,16 @@ from flashlin.policy import Policy
 from flashlin.testing import record
 from flashlin.testing.record import Recorded
 from matrix import support
-from matrix.results import LAUNCHES, Cell, CellResult, Compiled, Figures, by_source, load_result
+from matrix.results import (
+    LAUNCHES,
+    Cell,
+    CellResult,
+    Compiled,
+    Figures,
+    by_source,
+    load_result,
+    source_of_each,
+)
 from matrix.status import CellState, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
@@ -257,6 +266,13 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path,
     assert json.loads(support.launch_table([], tmp_path)) == {CONFIG: {"3.6.0": {"ran": "sm90"}}}
 
 
+def test_a_gpu_record_of_the_old_form_is_refused() -> None:
+    kept = by_source({CONFIG: "a:1"})
+    assert kept == {"a:1 gate_cumsum": ["BT=64 warps=4 stages=1"]} and source_of_each(kept) == {CONFIG: "a:1"}
+    with pytest.raises(ValueError, match=r"configs: got the key 'a:1' of an older record, need a source"):
+        source_of_each({"a:1": [CONFIG]})
+
+
 def test_gpus_with_the_same_spills_share_an_entry_of_the_file(tmp_path: Path) -> None:
     whole, slow = found(), Compiled(slow=Figures(spills=2000, registers=255))
     launch = next(iter(whole.planned.places.values()))
@@ -265,4 +281,5 @@ def test_gpus_with_the_same_spills_share_an_entry_of_the_file(tmp_path: Path) ->
     text = support.launch_table([whole], tmp_path)
     assert '"slow":{"sm80 sm90":[2000]}' in text
     (tmp_path / "table.json").write_text(text)
-    assert launch_table.read(tmp_path / "table.json")[CONFIG]["3.6.0"]["slow"] == {"sm80": [2000], "sm90": [2000]}
+    [record] = launch_table.read(tmp_path / "table.json")[CONFIG].values()
+    assert record["slow"] == {"sm80": [2000], "sm90": [2000]}

@@ -2,6 +2,9 @@
 
 The kernel computes y, u and the state as the forward scan does. For a transfer matrix, it sets v = 0 and
 starts from the identity. Segments may have windows (``dplr/windows.py``).
+
+No launch gives q or windows_back, or loads in reverse, yet. They are for scans that wait for a run on a GPU
+(benchmarks/notes/delta-rule.md).
 """
 
 from triton.experimental import gluon

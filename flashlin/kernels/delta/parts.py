@@ -94,6 +94,7 @@ def delta_facts(
     """Store numbers that bound how each chunk changes states and, given do, the gradients of states.
 
     ``dplr/windows.py`` derives the bounds. One program computes one chunk of one head, of dense sequences.
+    No launch gives do yet, because no reverse scan of this family reads windows.
     """
     program = tl.program_id(0)
     i_h = program % HV

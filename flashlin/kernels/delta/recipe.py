@@ -109,7 +109,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 def _overlapped_alone(problem: Problem, target: Target, part: int, BT: int) -> Launch | None:
     """Return the launch of the first step of split sequences in Gluon, or None if it cannot be used.
 
-    With few programs, narrow strips of ``delta_alone`` were faster.
+    With few programs, narrow strips of ``delta_alone`` were faster (benchmarks/notes/delta-rule.md).
     """
     if BT != BLOCK or "p" in problem.options or not scans.many(problem, target, part):
         return None
