@@ -70,6 +70,9 @@ class Value(Tensor):
     __iadd__, __isub__, __imul__ = Tensor.__add__, Tensor.__sub__, Tensor.__mul__
     __itruediv__ = Tensor.__truediv__
 
+    def to(self, *values: Any, bitcast: bool = False) -> Tensor:
+        return self.view(*values) if bitcast else super().to(*values)
+
 
 def _value(x: Any) -> Tensor:
     return torch.as_tensor(x).as_subclass(Value)
@@ -181,6 +184,9 @@ class Shared:
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.x.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        return Shared(self.x.view(-1).view(dtype).view(*shape))
 
     def load(self, layout: Any = None) -> Tensor:
         return _value(self.x.clone())
@@ -372,13 +378,14 @@ def _end() -> None:
 
 
 GL = SimpleNamespace(
-    float32=torch.float32, int64=torch.int64,
+    float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, int64=torch.int64,
+    join=lambda x, y: _value(torch.stack((x, y), -1)), split=lambda x: x.unbind(-1),
     program_id=lambda axis: _value(_own.program.number), static_range=range, load=_load, store=_store,
     arange=lambda begin, end, layout=None: _value(torch.arange(begin, end)),
     zeros=lambda shape, dtype, layout=None: _value(torch.zeros(shape, dtype=dtype)),
     zeros_like=torch.zeros_like, convert_layout=lambda x, layout: x.clone(),
     exp2=lambda x: torch.exp2(_value(x)), log2=lambda x: torch.log2(_value(x)),
-    where=lambda condition, x, y: torch.where(_value(condition), x, y), sum=lambda x, axis: x.sum(axis),
+    where=lambda condition, x, y: torch.where(_value(condition), x, y), sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
     maximum=lambda x, y: torch.maximum(_value(x), _value(y)),
     minimum=lambda x, y: torch.minimum(_value(x), _value(y)),
     associative_scan=_scan, allocate_shared_memory=_allocate, warp_specialize=_specialize,
@@ -386,7 +393,7 @@ GL = SimpleNamespace(
     **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
                      "SwizzledSharedLayout"), lambda *_: None))
 EMULATED: dict[str, Any] = dict(
-    gl=GL, warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait, async_load=async_load,
+    gl=GL, mma_v2=lambda a, b, acc: acc + a.float() @ b.float(), warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait, async_load=async_load,
     async_store=async_store, barrier=lambda: None, fence_async_shared=fence,
     tma=SimpleNamespace(store_wait=_finish_stores),
     mbarrier=SimpleNamespace(

@@ -400,7 +400,7 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: d
     so a wrong one would make it hang. Therefore it is used only if it has run on this kind of GPU.
     tile: BT, BK, BV and others, such as GROUPS if a program computes GROUPS times BV columns.
     """
-    columns = tile["BV"] * tile.get("GROUPS", 1)
+    columns = tile.get("BV", problem.V) * tile.get("GROUPS", 1)
     if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
             or problem.max_warps < 4 or problem.varlen or problem.T % tile["BT"]
             or problem.invariant or problem.portable

@@ -44,8 +44,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
 # Cases that differ from others only in segments or strips, which the torch path does not have.
 STRIPS = ("in-parts-64", "in-parts-wide", "in-parts-256", "in-parts-forward-64", "in-parts-forward-128",
-          "narrow-strips", "narrow-strips-parts", "windows-64", "windows-128", "no-windows",
-          "bounded-windows-64")
+          "narrow-strips", "narrow-strips-parts", "windows-64", "windows-128", "windows-64-128",
+          "windows-128-128", "no-windows", "bounded-windows-64")
 
 
 # The torch path computes in fp32 for both 16-bit dtypes. With bf16 tested, most cases would show nothing new

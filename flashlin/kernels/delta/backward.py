@@ -152,11 +152,10 @@ def delta_reverse(
 
 
 @triton.jit
-def grads_of_chunk(
-    q, k, p, v, do, u, dy, betas, G, states, dstates, dq, dk, dp, dv, dbeta, dg, scale, n, first, t0, length,
-    i_h, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
-):
+def grads_of_chunk(q, k, p, v, do, u, dy, betas, G, states, dstates, dq, dk, dp, dv, dbeta, dg, scale, n,
+                   first, t0, length, i_h, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                   BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr,
+                   PRECISION: tl.constexpr):
     """Compute and store the gradients dq, dk, dp, dv, dbeta and dg of one chunk and head."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -336,6 +335,11 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
                      EARLIER=x.p is not None)
     scanned = dict(constants, V_FIRST=how.state_v_first)
     reverse = dict(scanned, HALF=A_low is not None)
+    short = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
+    kernel, backwards = delta_reverse, reverse
+    if OVERLAPPED in reversing.traits:
+        from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
+        kernel, backwards = delta_overlapped_back, short
     for part in batch.parts(reversing, **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
                             R=lines.shape[2]):
         part["betas"], part["G"] = columns(lines, part)
@@ -348,19 +352,13 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         enter_segments(batch, part, reverse, has_dht=dht is not None, back=True)
         if whole and OVERLAPPED in restoring.traits:
             from flashlin.kernels.delta.overlapping import delta_overlapped
-            own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
-            batch.scan(delta_overlapped, dict(own, o=part["u"], ht=None, HAS_H0=part["h0"] is not None,
+            batch.scan(delta_overlapped, dict(short, o=part["u"], ht=None, HAS_H0=part["h0"] is not None,
                                               HAS_HT=False), {**part, "q": None})
         elif whole:
             batch.scan(delta_states, dict(scanned, HAS_H0=part["h0"] is not None), part)
-        back_by_transfers(batch, part, delta_reverse, reverse, "dy", "dstates")
-        ends = dict(HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None)
-        if OVERLAPPED in reversing.traits:
-            from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
-            own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
-            batch.scan(delta_overlapped_back, own | ends, part)
-        else:
-            batch.scan(delta_reverse, dict(reverse, **ends, ALONE=False), part)
+        back_by_transfers(batch, part, kernel, backwards, "dy", "dstates")
+        batch.scan(kernel, dict(backwards, HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None,
+                                ALONE=False), {**part, "windows_back": None})
         programs = part["N"] * part["S"] * HV
         if batch.T and whole and OVERLAPPED in finishing.traits:
             from flashlin.kernels.delta.overlapping_grads import delta_overlapped_grads

@@ -342,7 +342,8 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     """
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
-    scanning, inverting = plan.launch("delta_overlapped", "delta_scan"), plan.launch("delta_inverse")
+    scanning = plan.launch("delta_overlapped_whole", "delta_overlapped", "delta_scan")
+    inverting = plan.launch("delta_overlapped_whole", "delta_overlapped_inverse", "delta_inverse")
     o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     # The kernels store rows of BT elements here. BT is unknown when torch.compile traces with fake tensors.
     A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
@@ -355,7 +356,17 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
         n, (betas, G) = part["N"], columns(lines, part)
         part.update(betas=betas, G=G)
         summed(plan, part["g"], part["bounds"], n, G)
-        if batch.T:
+        if plan.has("delta_overlapped_whole"):
+            from flashlin.kernels.delta.overlapping_whole import delta_overlapped_whole
+            kept = plan.problem.needs_grad
+            batch.scan(delta_overlapped_whole, dict(
+                V=V, DECAY=batch.decay, V_FIRST=how.state_v_first, HAS_H0=part["h0"] is not None,
+                HAS_HT=how.has_ht), part if kept else {**part, "A": None, "betas": None})
+            continue
+        if OVERLAPPED in inverting.traits:
+            from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
+            start(inverting, delta_overlapped_inverse, n * part["S"] * HV, dict(DECAY=batch.decay), part)
+        elif batch.T:
             scratch = torch.empty(part["slots"], HV, scanning.block("BT"), 24, dtype=torch.float32,
                                   device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(

@@ -35,37 +35,75 @@ from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barrier
 
 
 @gluon.jit
-def load(ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, A_column, chunks, BT: gl.constexpr,
-         BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
-         STAGES: gl.constexpr, RESTORE: gl.constexpr):
+def ring_of(q, k, v, A_low, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
+            STAGES: gl.constexpr, DECAY: gl.constexpr, READERS: gl.constexpr):
+    """Return the buffers of a ring with STAGES slots, and its barriers, for ``load``.
+
+    READERS: groups of warps that signal when they do not need a slot any more.
+    """
+    LINES: gl.constexpr = 5 if DECAY == 2 else 1
+    ring_k = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BK], k.layout)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], k.dtype)
+    ring_A = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BT], square)
+    ring_q, ring_low = ring_k, ring_A  # placeholders
+    if q is not None:
+        ring_q = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BK], q.layout)
+    if A_low is not None:
+        ring_low = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BT], square)
+    ring_v = gl.allocate_shared_memory(k.dtype, [STAGES * GROUPS, BT, BV], v.layout)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full, empty = barriers(STAGES, 2, READERS)
+    return ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty
+
+
+@gluon.jit
+def load(ring, reads, row0, line, each, columns, chunks, GROUPS: gl.constexpr, DECAY: gl.constexpr,
+         REVERSE: gl.constexpr):
     """Load all chunks of a program into the ring buffer; this is the program of the loading warp.
 
     Chunk i goes to slot i % STAGES, as soon as all groups have finished with this slot. The slot is full when
     its TMA transfers have arrived and its rows of ``lines`` are written. These rows are beta and, with
     decays, G_i, 2^{G_i}, 2^{G_L - G_i} and 2^{G_L}, where G is the cumulative log2 decay.
-    line: offset of the program's first token in betas and G.
+
+    reads: the tuple q, k, v, A, A_low, beta, G, in which q, A and A_low may be None. beta points to the value
+        of the program's first token, and the next tokens follow at a distance of ``each`` elements.
+    line: offset of the program's first token in G.
+    columns: the program's first columns in q and k, in v, and in A. REVERSE: begin with the last chunk.
     """
-    ring_q, ring_k, ring_v, ring_A, lines, full, empty, scored, used = ring
+    q, k, v, A, A_low, beta, G = reads
+    ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty = ring
+    qk_column, v_column, A_column = columns
+    STAGES: gl.constexpr = ring_k.shape[0]
+    BT: gl.constexpr = ring_k.shape[1]
+    BV: gl.constexpr = ring_v.shape[2]
+    BK: gl.constexpr = ring_k.shape[2]
+    squares: gl.constexpr = (0 if A is None else BT) + (0 if A_low is None else BT)
+    ROW: gl.constexpr = (1 if q is None else 2) * BK + squares + GROUPS * BV
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
         slot = i % STAGES
-        row = row0 + i * BT
-        at = line + i * BT
-        beta = gl.load(betas + at + tokens)  # loads overlap the wait for an empty slot
+        t0 = i * BT
+        if REVERSE:
+            t0 = (chunks - 1 - i) * BT
+        row = row0 + t0
+        scale = gl.load(beta + (t0 + tokens) * each).to(gl.float32)  # loads overlap the wait for an empty slot
         if DECAY == 2:
-            sums = gl.load(G + at + tokens)
-            total = gl.load(G + at + BT - 1 + 0 * tokens)
+            sums = gl.load(G + line + t0 + tokens)
+            total = gl.load(G + line + t0 + BT - 1 + 0 * tokens)
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         bar = full.index(slot)
-        mbarrier.expect(bar, 2 * BT * ((1 if RESTORE else 2) * BK + BT + GROUPS * BV))
+        mbarrier.expect(bar, 2 * BT * ROW)
         async_load(k, [row, qk_column], bar, ring_k.index(slot))
-        if not RESTORE:
+        if q is not None:
             async_load(q, [row, qk_column], bar, ring_q.index(slot))
         for group in gl.static_range(GROUPS):
             async_load(v, [row, v_column + group * BV], bar, ring_v.index(slot * GROUPS + group))
-        async_load(A, [row, A_column], bar, ring_A.index(slot))
-        first = slot * LINES
-        lines.index(first).store(beta)
+        if A is not None:
+            async_load(A, [row, A_column], bar, ring_A.index(slot))
+        if A_low is not None:
+            async_load(A_low, [row, A_column], bar, ring_low.index(slot))
+        first = slot * (5 if DECAY == 2 else 1)
+        lines.index(first).store(scale)
         if DECAY == 2:
             lines.index(first + 1).store(sums)
             lines.index(first + 2).store(gl.exp2(sums))
@@ -76,25 +114,38 @@ def load(ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, A_column, 
 
 
 @gluon.jit
-def multiply(ring, o, states, h0, ht, weights_of, o_of, states_of, entering, leaving, row0, table, step, v0,
-             v_column, chunks, scale, group: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr,
-             V: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
-             DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
-             STAGES: gl.constexpr, RESTORE: gl.constexpr):
+def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl.constexpr,
+             DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr):
     """Compute all chunks for BV columns of the state; this is the program of a group of four warps.
 
-    v0: first column of the program in a state. v_column: its first column in v and o. entering: number of the
-    initial state in h0. leaving: number of the final state in ht, or negative if it is not needed. table:
-    row of states where the entry of the program's first chunk begins. step: rows from one entry to the next.
+    work: the tensors o, states, h0 and ht; the buffers and barriers of scores and results; the barriers of
+        the inverses, or None if the loading warp loads them; and scale.
+    place: a tuple of
+        v0: the program's first column in a state
+        v_column: its first column in v and o
+        row0: its first row
+        entering: number of the initial state in h0
+        leaving: number of the final state in ht, negative if the program writes none
+        table: row of ``states`` where the entry of its first chunk begins
+        step: rows from one entry to the next
+        chunks: number of its chunks
     """
+    o, states, h0, ht, weights_of, o_of, states_of, scored, used, inverted, scale = work
+    v0, v_column, row0, entering, leaving, table, step, chunks = place
+    ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty = ring
+    dtype: gl.constexpr = ring_k.dtype
+    STAGES: gl.constexpr = ring_k.shape[0]
+    BT: gl.constexpr = ring_k.shape[1]
+    BK: gl.constexpr = ring_k.shape[2]
+    BV: gl.constexpr = ring_v.shape[2]
+    LINES: gl.constexpr = 5 if DECAY == 2 else 1
+    RESTORE: gl.constexpr = states is not None
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
     a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
     a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
-    ring_q, ring_k, ring_v, ring_A, lines, full, empty, scored, used = ring
-    dtype: gl.constexpr = ring_k.dtype
     s_o = o_of.index(group)
     v0 += group * BV
     v_column += group * BV
@@ -115,7 +166,8 @@ def multiply(ring, o, states, h0, ht, weights_of, o_of, states_of, entering, lea
             if DECAY == 0:
                 since = gl.where(causal, 1.0, 0.0) * scale
             else:
-                apart = lines.index(line + 1).load(a_row)[:, None] - lines.index(line + 1).load(a_column)[None, :]
+                sums = lines.index(line + 1)
+                apart = sums.load(a_row)[:, None] - sums.load(a_column)[None, :]
                 since = gl.exp2(gl.where(causal, apart, float("-inf"))) * scale
             scores = warpgroup_mma_wait(0, [scores])
             mbarrier.wait(used.index(i % 2), (i // 2 & 1) ^ 1)
@@ -137,6 +189,8 @@ def multiply(ring, o, states, h0, ht, weights_of, o_of, states_of, entering, lea
             y = y - hk * lines.index(line + 2).load(a_column)[None, :]
         y = y * lines.index(line).load(a_column)[None, :]
         y = gl.convert_layout(y.to(dtype), left)
+        if inverted is not None:
+            mbarrier.wait(inverted.index(slot), (i // STAGES) & 1)
         u = warpgroup_mma(y, ring_A.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
         out = nothing
         if not RESTORE:
@@ -211,46 +265,28 @@ def delta_overlapped(
     Without q, write u to o and the states that enter the chunks to states, like delta_states. One program
     computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
     """
-    LINES: gl.constexpr = 5 if DECAY == 2 else 1
-    RESTORE: gl.constexpr = q is None
-    dtype: gl.constexpr = k.dtype
-    v0, i_h, n, row0, chunks, own, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
-    line = i_h.to(gl.int64) * R + row0
-    table, step = ((row0 // BT + n) * HV + i_h) * BK, HV * BK
-    ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
-    ring_q, leaves = ring_k, ring_k  # placeholders that are never used
-    if RESTORE:
-        leaves = gl.allocate_shared_memory(dtype, [GROUPS, BK, BV], states.layout)
-    else:
-        ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
-    ring_v = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, BT, BV], v.layout)
-    ring_A = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], A.layout)
-    lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    weights = gl.allocate_shared_memory(dtype, [2, BT, BT], A.layout)
+    v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
+    step = HV * BK
+    ring = ring_of(q, k, v, None, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES, DECAY=DECAY,
+                   READERS=GROUPS)
+    weights = gl.allocate_shared_memory(k.dtype, [2, BT, BT], A.layout)
     written = gl.allocate_shared_memory(o.dtype, [GROUPS, BT, BV], o.layout)
-    full, empty = barriers(STAGES, 2, GROUPS)
+    leaves = weights  # a placeholder
+    if states is not None:
+        leaves = gl.allocate_shared_memory(k.dtype, [GROUPS, BK, BV], states.layout)
     scored, used = barriers(2, 1, GROUPS)
-    ring = (ring_q, ring_k, ring_v, ring_A, lines, full, empty, scored, used)
-    qk_column = i_h // (HV // H) * BK
-    v_column = i_h * V + v0
+    work = (o, states, h0, ht, weights, written, leaves, scored, used, None, scale)
+    place = (v0, i_h * V + v0, row0, entering, leaving, (row0 // BT + n) * step + i_h * BK, step, chunks)
+    line = i_h.to(gl.int64) * R + row0
+    reads, columns = (q, k, v, A, None, betas + line, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     # With two groups, each thread has 168 registers at entry. Registers are assigned to four warps at a time.
     # The four that include the loading warp keep 40 per thread, so the two groups get 232.
     if GROUPS == 1:
         gl.warp_specialize(
-            [(multiply, (ring, o, states, h0, ht, weights, written, leaves, own, leaving, row0, table, step,
-                         v0, v_column, chunks, scale, 0, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT,
-                         V_FIRST, STAGES, RESTORE)),
-             (load, (ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK,
-                     BV, GROUPS, LINES, DECAY, STAGES, RESTORE))],
-            [1], [40])
+            [(multiply, (0, ring, work, place, V, GROUPS, DECAY, HAS_H0, HAS_HT, V_FIRST)),
+             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, False))], [1], [40])
     else:
         gl.warp_specialize(
-            [(multiply, (ring, o, states, h0, ht, weights, written, leaves, own, leaving, row0, table, step,
-                         v0, v_column, chunks, scale, 0, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT,
-                         V_FIRST, STAGES, RESTORE)),
-             (multiply, (ring, o, states, h0, ht, weights, written, leaves, own, leaving, row0, table, step,
-                         v0, v_column, chunks, scale, 1, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_H0, HAS_HT,
-                         V_FIRST, STAGES, RESTORE)),
-             (load, (ring, q, k, v, A, betas, G, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK,
-                     BV, GROUPS, LINES, DECAY, STAGES, RESTORE))],
-            [4, 1], [232, 40])
+            [(multiply, (0, ring, work, place, V, GROUPS, DECAY, HAS_H0, HAS_HT, V_FIRST)),
+             (multiply, (1, ring, work, place, V, GROUPS, DECAY, HAS_H0, HAS_HT, V_FIRST)),
+             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, False))], [4, 1], [232, 40])

@@ -2,9 +2,6 @@
 
 The kernel computes y, u and the state as the forward scan does. For a transfer matrix, it sets v = 0 and
 starts from the identity. Segments may have windows (``dplr/windows.py``).
-
-No launch gives q or windows_back, or loads in reverse, yet. They are for scans that wait for a run on a GPU
-(benchmarks/notes/delta-rule.md).
 """
 
 from triton.experimental import gluon
@@ -12,75 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.gluon_ops import async_load, barrier, barriers, state_tile
-
-
-@gluon.jit
-def ring_of(q, k, v, A, A_low, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
-            STAGES: gl.constexpr, DECAY: gl.constexpr):
-    """Return the buffers of a ring with STAGES slots, and its barriers, for ``load``."""
-    LINES: gl.constexpr = 5 if DECAY == 2 else 1
-    ring_k = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BK], k.layout)
-    ring_A = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BT], A.layout)
-    ring_q, ring_low = ring_k, ring_A  # placeholders
-    if q is not None:
-        ring_q = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BK], q.layout)
-    if A_low is not None:
-        ring_low = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BT], A_low.layout)
-    ring_v = gl.allocate_shared_memory(k.dtype, [STAGES * GROUPS, BT, BV], v.layout)
-    lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full, empty = barriers(STAGES, 2, GROUPS)
-    return ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty
-
-
-@gluon.jit
-def load(ring, reads, row0, line, columns, chunks, GROUPS: gl.constexpr, DECAY: gl.constexpr,
-         REVERSE: gl.constexpr):
-    """Load all chunks of a program into the ring buffer, like ``load`` of ``overlapping.py``.
-
-    reads: the tuple q, k, v, A, A_low, betas, G, in which q and A_low may be None.
-    line: offset of the program's first token in betas and G.
-    columns: the program's first columns in q and k, in v, and in A. REVERSE: begin with the last chunk.
-    """
-    q, k, v, A, A_low, betas, G = reads
-    ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty = ring
-    qk_column, v_column, A_column = columns
-    STAGES: gl.constexpr = ring_k.shape[0]
-    BT: gl.constexpr = ring_k.shape[1]
-    BV: gl.constexpr = ring_v.shape[2]
-    BK: gl.constexpr = ring_k.shape[2]
-    ROW: gl.constexpr = (1 if q is None else 2) * BK + (1 if A_low is None else 2) * BT + GROUPS * BV
-    tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
-    for i in range(chunks):
-        slot = i % STAGES
-        t0 = i * BT
-        if REVERSE:
-            t0 = (chunks - 1 - i) * BT
-        row = row0 + t0
-        beta = gl.load(betas + line + t0 + tokens)  # loads overlap the wait for an empty slot
-        if DECAY == 2:
-            sums = gl.load(G + line + t0 + tokens)
-            total = gl.load(G + line + t0 + BT - 1 + 0 * tokens)
-        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-        bar = full.index(slot)
-        mbarrier.expect(bar, 2 * BT * ROW)
-        async_load(k, [row, qk_column], bar, ring_k.index(slot))
-        if q is not None:
-            async_load(q, [row, qk_column], bar, ring_q.index(slot))
-        for group in gl.static_range(GROUPS):
-            async_load(v, [row, v_column + group * BV], bar, ring_v.index(slot * GROUPS + group))
-        async_load(A, [row, A_column], bar, ring_A.index(slot))
-        if A_low is not None:
-            async_load(A_low, [row, A_column], bar, ring_low.index(slot))
-        first = slot * (5 if DECAY == 2 else 1)
-        lines.index(first).store(beta)
-        if DECAY == 2:
-            lines.index(first + 1).store(sums)
-            lines.index(first + 2).store(gl.exp2(sums))
-            lines.index(first + 3).store(gl.exp2(total - sums))
-            lines.index(first + 4).store(gl.exp2(total))
-        barrier()  # all lanes must have written before one signals
-        mbarrier.arrive(bar, count=1)
+from flashlin.kernels.delta.overlapping import load, ring_of
+from flashlin.kernels.gluon_ops import barrier, state_tile
 
 
 @gluon.jit
@@ -210,18 +140,18 @@ def delta_overlapped_alone(
     start = gl.where(c0 < 0, start, 0)
     chunks = gl.where(gl.where(c0 < 0, ends, unused), 0, chunks - start)
     row0 += start * BT
-    ring = ring_of(None, k, v, A, A_low if HALF else None, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES,
-                   DECAY=DECAY)
-    reads = (None, k, v, A, A_low if HALF else None, betas, G)
+    ring = ring_of(None, k, v, A_low if HALF else None, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES,
+                   DECAY=DECAY, READERS=GROUPS)
+    line = i_h.to(gl.int64) * R + row0
+    reads = (None, k, v, A, A_low if HALF else None, betas + line, G)
     columns = (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     work = (alone, transfer, own, v0, c0, chunks)
-    line = i_h.to(gl.int64) * R + row0
     if GROUPS == 1:
         gl.warp_specialize(
             [(multiply_alone, (0, ring, work, V, GROUPS, DECAY, V_FIRST, HALF)),
-             (load, (ring, reads, row0, line, columns, chunks, GROUPS, DECAY, False))], [1], [40])
+             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, False))], [1], [40])
     else:  # see delta_overlapped for the registers
         gl.warp_specialize(
             [(multiply_alone, (0, ring, work, V, GROUPS, DECAY, V_FIRST, HALF)),
              (multiply_alone, (1, ring, work, V, GROUPS, DECAY, V_FIRST, HALF)),
-             (load, (ring, reads, row0, line, columns, chunks, GROUPS, DECAY, False))], [4, 1], [232, 40])
+             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, False))], [4, 1], [232, 40])

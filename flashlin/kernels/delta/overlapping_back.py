@@ -22,64 +22,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers, own_rows, state_tile
+from flashlin.kernels.delta.overlapping import load, ring_of
+from flashlin.kernels.gluon_ops import async_store, barrier, own_rows, state_tile
 
 
 @gluon.jit
-def load_back(ring, q, k, do, A, A_low, betas, G, line, row0, qk_column, v_column, A_column, chunks,
-              BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
-              LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
-    """Load all chunks of a program from the last to the first, like ``load`` of ``overlapping.py``."""
-    ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty = ring
-    tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
-    for i in range(chunks):
-        slot = i % STAGES
-        row = row0 + (chunks - 1 - i) * BT
-        at = line + (chunks - 1 - i) * BT
-        beta = gl.load(betas + at + tokens)
-        if DECAY == 2:
-            sums = gl.load(G + at + tokens)
-            total = gl.load(G + at + BT - 1 + 0 * tokens)
-        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-        bar = full.index(slot)
-        mbarrier.expect(bar, 2 * BT * (2 * BK + 2 * BT + GROUPS * BV))
-        async_load(k, [row, qk_column], bar, ring_k.index(slot))
-        async_load(q, [row, qk_column], bar, ring_q.index(slot))
-        for group in gl.static_range(GROUPS):
-            async_load(do, [row, v_column + group * BV], bar, ring_do.index(slot * GROUPS + group))
-        async_load(A, [row, A_column], bar, ring_A.index(slot))
-        async_load(A_low, [row, A_column], bar, ring_low.index(slot))
-        first = slot * LINES
-        lines.index(first).store(beta)
-        if DECAY == 2:
-            lines.index(first + 1).store(sums)
-            lines.index(first + 2).store(gl.exp2(sums))
-            lines.index(first + 3).store(gl.exp2(total - sums))
-            lines.index(first + 4).store(gl.exp2(total))
-        barrier()
-        mbarrier.arrive(bar, count=1)
-
-
-@gluon.jit
-def multiply_back(ring, dy, dstates, dht, dh0, weights_of, dy_of, states_of, entering, leaving, row0, table,
-                  step, v0, v_column, chunks, scale, group: gl.constexpr, BT: gl.constexpr,
-                  BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
-                  LINES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
-                  V_FIRST: gl.constexpr, STAGES: gl.constexpr):
+def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl.constexpr,
+                  DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, ALONE: gl.constexpr,
+                  V_FIRST: gl.constexpr):
     """Compute all chunks, from last to first, for BV columns; this is the program of a group of four warps.
 
-    table: row of dstates where the entry of the program's first chunk begins. step: rows from the entry of
-    one chunk to the next. entering: number of the state in dht. leaving: number of the state in dh0, or
-    negative if it is not needed.
+    ``multiply`` describes the arguments. Here they contain gradients in place of states and outputs.
     """
+    dy, dstates, dht, dh0, weights_of, dy_of, states_of, scale = work
+    v0, v_column, row0, entering, leaving, table, step, chunks = place
+    ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty = ring
+    dtype: gl.constexpr = ring_k.dtype
+    STAGES: gl.constexpr = ring_k.shape[0]
+    BT: gl.constexpr = ring_k.shape[1]
+    BK: gl.constexpr = ring_k.shape[2]
+    BV: gl.constexpr = ring_do.shape[2]
+    LINES: gl.constexpr = 5 if DECAY == 2 else 1
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
     a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
     a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
-    ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty = ring
-    dtype: gl.constexpr = ring_k.dtype
     s_weights, s_dy, s_state = weights_of.index(group), dy_of.index(group), states_of.index(group)
     v0 += group * BV
     v_column += group * BV
@@ -100,10 +69,11 @@ def multiply_back(ring, dy, dstates, dht, dh0, weights_of, dy_of, states_of, ent
         scores = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         du = warpgroup_mma(gl.convert_layout(entered, left), b_k.permute((1, 0)), nothing, use_acc=False,
                            is_async=True)
-        tma.store_wait(1)  # the buffer of the last state is free now; that of dy may not be
-        s_state.permute((1, 0)).store(entered)
-        fence_async_shared()
-        async_store(dstates, [table + at * step, v0], s_state)
+        if not ALONE:
+            tma.store_wait(1)  # the buffer of the last state is free now; that of dy may not be
+            s_state.permute((1, 0)).store(entered)
+            fence_async_shared()
+            async_store(dstates, [table + at * step, v0], s_state)
         scores = warpgroup_mma_wait(1, [scores])
         if DECAY == 0:
             weights = gl.where(causal, scores * scale, 0.0)
@@ -137,15 +107,16 @@ def multiply_back(ring, dy, dstates, dht, dh0, weights_of, dy_of, states_of, ent
         if DECAY == 2:
             dv = dv * lines.index(line + 2).load(a_column)[None, :]
         dh = warpgroup_mma(gl.convert_layout((-dv).to(dtype), left_of_state), b_k, dh, is_async=True)
-        tma.store_wait(1)  # the buffer of the last dy is free now; that of the state may not be
-        s_dy.permute((1, 0)).store(out.to(dtype))
-        fence_async_shared()
-        async_store(dy, [row0 + at * BT, v_column], s_dy)
+        if not ALONE:
+            tma.store_wait(1)  # the buffer of the last dy is free now; that of the state may not be
+            s_dy.permute((1, 0)).store(out.to(dtype))
+            fence_async_shared()
+            async_store(dy, [row0 + at * BT, v_column], s_dy)
         dh = warpgroup_mma_wait(0, [dh])
         barrier()  # all warps must have read the slot before one thread signals
         mbarrier.arrive(empty.index(slot), count=1)
     tma.store_wait(0)
-    if HAS_DH0:
+    if HAS_DH0 or ALONE:
         if leaving >= 0:
             zero = gl.minimum(chunks, 0)  # a known 0 would make the compiler keep dht's addresses until here
             gl.store(state_tile(dh0, leaving, v0, zero, of_state, BK, V, BV, V_FIRST), dh)
@@ -166,10 +137,11 @@ def delta_overlapped_back(
     A, A_low,  # [rows, HV, BT]
     betas, G,  # [HV, R], fp32
     dht,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
-    dy,  # [rows, HV, V]
-    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
-    dstates,  # [slots, HV, K, V], one for each chunk
+    dy,  # [rows, HV, V], or None
+    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32; with ALONE, [segments, ...]
+    dstates,  # [slots, HV, K, V], one for each chunk, or None
     undivided,  # [N, HV], int32, or None
+    windows_back,  # [segments, HV], int32, or None
     scale,
     T,  # tokens of a sequence, a multiple of BT
     H, HV, R, L,
@@ -177,46 +149,40 @@ def delta_overlapped_back(
     slots,  # number of entries of dstates
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
-    V_FIRST: gl.constexpr,
+    ALONE: gl.constexpr, V_FIRST: gl.constexpr,
 ):
     """Run the reverse scan in Gluon: write dy, dstates and dh0, like delta_reverse.
 
     One program computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
+
+    ALONE: compute only the gradient that each segment passes to the one before it if it receives zero.
+    windows_back: with ALONE, the number of chunks to compute at the start of each segment; 0 means all.
     """
-    LINES: gl.constexpr = 5 if DECAY == 2 else 1
-    dtype: gl.constexpr = q.dtype
     v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, True)
+    if ALONE:  # a first segment has no earlier one to pass its gradient to
+        chunks = gl.where(leaving >= 0, 0, chunks)
+        if windows_back is not None:
+            window = gl.load(windows_back + entering)
+            chunks = gl.where(window == 0, chunks, gl.minimum(chunks, gl.maximum(window, 0)))
+        leaving = gl.where(chunks > 0, entering, -1)
+    step = HV * BK
+    ring = ring_of(q, k, do, A_low, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES, DECAY=DECAY,
+                   READERS=GROUPS)
+    weights = gl.allocate_shared_memory(k.dtype, [GROUPS, BT, BT], A.layout)
+    written, leaves = weights, weights  # placeholders
+    if not ALONE:
+        written = gl.allocate_shared_memory(k.dtype, [GROUPS, BT, BV], dy.layout)
+        leaves = gl.allocate_shared_memory(k.dtype, [GROUPS, BK, BV], dstates.layout)
+    work = (dy, dstates, dht, dh0, weights, written, leaves, scale)
+    place = (v0, i_h * V + v0, row0, entering, leaving, (row0 // BT + n) * step + i_h * BK, step, chunks)
     line = i_h.to(gl.int64) * R + row0
-    table = ((row0 // BT + n) * HV + i_h) * BK
-    ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
-    ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
-    ring_do = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, BT, BV], do.layout)
-    ring_A = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], A.layout)
-    ring_low = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], A_low.layout)
-    lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    weights = gl.allocate_shared_memory(dtype, [GROUPS, BT, BT], A.layout)
-    written = gl.allocate_shared_memory(dtype, [GROUPS, BT, BV], dy.layout)
-    leaves = gl.allocate_shared_memory(dtype, [GROUPS, BK, BV], dstates.layout)
-    full, empty = barriers(STAGES, 2, GROUPS)
-    ring = (ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty)
-    qk_column = i_h // (HV // H) * BK
-    column, step = i_h * V + v0, HV * BK
+    reads, columns = (q, k, do, A, A_low, betas + line, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     if GROUPS == 1:
         gl.warp_specialize(
-            [(multiply_back, (ring, dy, dstates, dht, dh0, weights, written, leaves, entering, leaving, row0,
-                              table, step, v0, column, chunks, scale, 0, BT, BK, V, BV, GROUPS, LINES, DECAY,
-                              HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
-             (load_back, (ring, q, k, do, A, A_low, betas, G, line, row0, qk_column, column, i_h * BT, chunks,
-                          BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
-            [1], [40])
-    else:
+            [(multiply_back, (0, ring, work, place, V, GROUPS, DECAY, HAS_DHT, HAS_DH0, ALONE, V_FIRST)),
+             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, True))], [1], [40])
+    else:  # see delta_overlapped for the registers
         gl.warp_specialize(
-            [(multiply_back, (ring, dy, dstates, dht, dh0, weights, written, leaves, entering, leaving, row0,
-                              table, step, v0, column, chunks, scale, 0, BT, BK, V, BV, GROUPS, LINES, DECAY,
-                              HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
-             (multiply_back, (ring, dy, dstates, dht, dh0, weights, written, leaves, entering, leaving, row0,
-                              table, step, v0, column, chunks, scale, 1, BT, BK, V, BV, GROUPS, LINES, DECAY,
-                              HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
-             (load_back, (ring, q, k, do, A, A_low, betas, G, line, row0, qk_column, column, i_h * BT, chunks,
-                          BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
-            [4, 1], [232, 40])
+            [(multiply_back, (0, ring, work, place, V, GROUPS, DECAY, HAS_DHT, HAS_DH0, ALONE, V_FIRST)),
+             (multiply_back, (1, ring, work, place, V, GROUPS, DECAY, HAS_DHT, HAS_DH0, ALONE, V_FIRST)),
+             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, True))], [4, 1], [232, 40])

@@ -94,7 +94,6 @@ def delta_facts(
     """Store numbers that bound how each chunk changes states and, given do, the gradients of states.
 
     ``dplr/windows.py`` derives the bounds. One program computes one chunk of one head, of dense sequences.
-    No launch gives do yet, because no reverse scan of this family reads windows.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -125,8 +124,8 @@ def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any]
                    back: bool = False) -> None:
     """Compute the initial states of all segments, and store them in part, as ``by_transfers`` does.
 
-    In forward, also store ``windows`` in part, if the plan launches ``dplr_windows``. Backward needs all
-    transfers, because its reverse scan has no windows.
+    Also store ``windows`` in part and, with back, ``windows_back``. Both are None if the plan does not launch
+    ``dplr_windows``.
 
     part: the arguments that launches share, see ``Batch.parts``.
     constants: arguments of ``delta_alone``.
@@ -135,12 +134,12 @@ def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any]
     """
     plan, kernel = batch.plan, delta_alone
     part.update(windows=None, windows_back=None)
-    if plan.has("dplr_windows") and not back:
+    if plan.has("dplr_windows"):
         chunks = part["N"] * part["S"]
         part["facts"] = torch.empty(batch.HV, FACTS, chunks, dtype=torch.float32, device=batch.device)
         start(plan.launch("delta_facts"), delta_facts, chunks * batch.HV, dict(
-            K=batch.K, V=batch.V, FACTS=FACTS, do=None), part)
-        find_windows(plan, part, 0)
+            K=batch.K, V=batch.V, FACTS=FACTS), {"do": None, **part})
+        find_windows(plan, part, 0, back)
     if plan.has("delta_overlapped_alone"):
         from flashlin.kernels.delta.overlapping_alone import delta_overlapped_alone
         kernel = delta_overlapped_alone

@@ -56,14 +56,18 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # One warp never waits at barriers, so it comes first. Two warps have more registers, in case one spills.
     inverses = [scans.over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), inverting(BT),
                                   per_chunk, num_warps=warps) for warps in (1, 2)]
-    kernels.append(scans.least_spilled(inverses, target))
+    single = _overlapped(problem, target, part, BT, whole=True)
+    if not single:
+        kernels.append(_overlapped_inverse(problem, target, BT) or scans.least_spilled(inverses, target))
 
     def walk(kernel: str, config: Config, more: int = 0) -> Launch:
         return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
+    fast = _overlapped(problem, target, part, BT)
+    back = _overlapped(problem, target, part, BT, back=True) if problem.needs_grad else None
     if part:
         alone = _overlapped_alone(problem, target, part, BT)
-        # in forward with heads of 64, windows gain 6 % or lose 22 % (benchmarks/notes/delta-rule.md)
-        if alone and "g" in problem.options and problem.K > BLOCK:
+        # in forward alone with heads of 64, windows gain 6 % or lose 22 % (benchmarks/notes/delta-rule.md)
+        if alone and "g" in problem.options and (back or (not problem.needs_grad and problem.K > BLOCK)):
             facts = scans.over_tokens("delta_facts", problem, dict(BT=BT, BK=min(64, wide)),
                                       num_warps=FACTS_WARPS)
             windows = scans.windows_launch(problem, target, part, BT)
@@ -75,8 +79,10 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # other GPUs two stages spill less than one.
     slim = before and bytes_each == 2 and padded(problem.K) == 128
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
-    fast = _overlapped(problem, target, part, BT)
-    kernels.append(fast or walk("delta_scan", forward))
+    if single:
+        kernels.append(single)
+    if not single or problem.needs_grad:
+        kernels.append(fast or walk("delta_scan", forward))
     if problem.needs_grad:
         # without narrow states, a second stage needs too many registers (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
@@ -96,12 +102,9 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         grads = [scans.over_tokens("delta_grads", problem, tile(strip), finishing(strip, num_stages),
                                    per_chunk | trait_set("mixed_sum"), num_stages)
                  for strip, num_stages in ways]
-        back = _overlapped(problem, target, part, BT, back=True)
         if narrow or not fast:  # it also restores the states, but with fewer programs than narrow strips
             kernels.append(walk("delta_states", states))
-        if part or not back:  # split sequences always need delta_reverse, with ALONE
-            kernels.append(walk("delta_reverse", reverse, moved))
-        kernels += [*([back] if back else []), _overlapped_grads(problem, target, BT)
+        kernels += [back or walk("delta_reverse", reverse, moved), _overlapped_grads(problem, target, BT)
                     or scans.least_spilled_that_fits(grads, target)]
     return tuple(kernels)
 
@@ -120,6 +123,15 @@ def _overlapped_alone(problem: Problem, target: Target, part: int, BT: int) -> L
     return scans.overlapped("delta_overlapped_alone", problem, target, part, tile, scans.STAGES * slot + 1024)
 
 
+def _overlapped_inverse(problem: Problem, target: Target, BT: int) -> Launch | None:
+    """Return the launch of the kernel of inverses in Gluon, or None if it cannot be used. It has no p."""
+    if BT != BLOCK or "p" in problem.options:
+        return None
+    halves = 6 * 2 * BT * 16
+    return scans.overlapped("delta_overlapped_inverse", problem, target, 0, {"BT": BT, "BK": problem.K, "REGISTERS": 80},
+                            2 * 2 * BT * BT + 4 * 128 * 8 + halves + 1024)
+
+
 def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | None:
     """Return the launch of the gradients' kernel in Gluon, or None if it cannot be used. It has no p."""
     V, tile = problem.V, {"BT": BT, "BK": 32, "BV": problem.V}
@@ -129,21 +141,25 @@ def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | Non
     return scans.overlapped("delta_overlapped_grads", problem, target, 0, tile, shared)
 
 
-def _overlapped(problem: Problem, target: Target, part: int, BT: int, back: bool = False) -> Launch | None:
+def _overlapped(problem: Problem, target: Target, part: int, BT: int, back: bool = False,
+                whole: bool = False) -> Launch | None:
     """Return the launch of the forward scan in Gluon, or None if it cannot be used.
 
-    It does not support p. back: True for the reverse scan instead.
+    It does not support p. back: True for the reverse scan instead. whole: True for the kernel that also
+    computes the inverses.
     """
-    if BT != BLOCK or "p" in problem.options:
+    if BT != BLOCK or "p" in problem.options or (whole and part):
         return None
-    K, BV = problem.K, 64
-    groups = 1 if problem.V % (2 * BV) else 2
+    K, BV, groups = problem.K, 64, scans.groups_of(problem, target, part)
     slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
-    written = 2 * BV * (BT + K) if back else 4 * BT * BV
+    written = 2 * BV * (BT + back * K)
     stages = STAGES_BACK if back else scans.STAGES
     scores = 2 * BT * BT * (groups if back else 2)
     shared = stages * slot + groups * written + scores + 1024
-    return scans.overlapped("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
+    if whole:
+        shared += (3 - groups) * (16384 + 2 * BT * BT * problem.needs_grad)
+    name = "delta_overlapped" + ("_back" if back else "_whole" if whole else "")
+    return scans.overlapped(name, problem, target, part,
                             {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
 
 

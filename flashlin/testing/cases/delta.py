@@ -56,9 +56,12 @@ def _family(case: Op) -> list[Case]:
              case("alike", keys="alike", rate="1"), case("alike-l2", L2, keys="alike"),
              case("period-4", keys="period-4", rate="1"), case("beta=0", rate="0"),
              case("zero-keys", L2, keys="zero", K=32, V=32, T=70)]
-    cases += [case(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items()]
+    cases += [case("two-groups", K=128, V=128, T=128),
+              *(case(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items())]
     if gated:
-        cases += [*(case(f"windows-{K}", gate="-0.12", K=K, HV=6, **sequences.SIX) for K in (64, 128)),
+        cases += [*(case(name, gate="-0.12", K=K, HV=6, **{**sequences.SIX, "V": V})
+                    for name, K, V in (("windows-64", 64, 64), ("windows-128", 128, 64),
+                                       ("windows-64-128", 64, 128), ("windows-128-128", 128, 128))),
                   case("no-windows", gate=sequences.SLOW, K=128, HV=6, **sequences.SIX),
                   case("g=0", gate="0"), case("g=-20", gate="-20"),
                   case("raw-keys-g=-6", keys="raw", gate="-6"),
