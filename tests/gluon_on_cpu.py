@@ -393,7 +393,8 @@ GL = SimpleNamespace(
     **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
                      "SwizzledSharedLayout"), lambda *_: None))
 EMULATED: dict[str, Any] = dict(
-    gl=GL, mma_v2=lambda a, b, acc: acc + a.float() @ b.float(), warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait, async_load=async_load,
+    gl=GL, mma_v2=lambda a, b, acc: acc + a.float() @ b.float(), warpgroup_mma=warpgroup_mma,
+    warpgroup_mma_wait=warpgroup_mma_wait, async_load=async_load,
     async_store=async_store, barrier=lambda: None, fence_async_shared=fence,
     tma=SimpleNamespace(store_wait=_finish_stores),
     mbarrier=SimpleNamespace(

@@ -38,11 +38,12 @@ CALLS: dict[str, tuple[str, Callable[..., list[torch.Tensor]]]] = {
     "simple_gla, gradients": ("simple_gla_overlapped_back", partial(
         sequences, "chunk_simple_gla", **SMALL, state=True, gated=True, v_first=True, gradients=True)),
     "sums over heads": ("simple_gla_overlapped_shared", partial(mamba2, gradients=True, T=64, H=6, G=1)),
-    "delta": ("delta_overlapped_whole", partial(delta, **{**ONE, "HV": 2}, V=128, gated=False)),
+    "delta": ("delta_overlapped", partial(delta, **{**ONE, "HV": 2}, V=128, gated=False)),
     "delta, gradients": ("delta_overlapped_back", partial(delta, **ONE, v_first=True, gradients=True)),
     "delta of grouped heads, gradients": ("delta_overlapped_grads", partial(
         delta, **{**ONE, "HV": 2, "D": 128}, V=64, gradients=True)),
-    "delta of segments": ("delta_overlapped_inverse delta_overlapped_alone delta_overlapped", partial(delta, **{**ONE, "T": 1152, "HV": 2})),
+    "delta of segments": ("delta_overlapped_alone delta_overlapped_inverse", partial(
+        delta, **{**ONE, "T": 1152, "HV": 2})),
     "KDA": ("dplr_overlapped", partial(channels, "chunk_kda", **{**ONE, "HV": 2}, V=128)),
     "KDA, gradients": ("dplr_overlapped_grads", partial(
         channels, "chunk_kda", **{**ONE, "D": 128}, v_first=True, gradients=True)),

@@ -55,19 +55,7 @@ from flashlin.kernels.tile_ops import (
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def delta_reverse(
-    q, k,  # [rows, H, K]
-    p,  # [rows, H, K], or None
-    do,  # [rows, HV, V]
-    A, A_low,  # [rows, HV, BT]
-    betas, G,  # [HV, R], fp32
-    dht,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
-    dy,  # [rows, HV, V], or None
-    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE, [segments, ...]
-    dstates,  # [slots, HV, K, V], one for each chunk, or None
-    undivided,  # [N, HV], int32, or None
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, HV, R, L,
+    q, k, p, do, A, A_low, betas, G, dht, dy, dh0, dstates, undivided, bounds, scale, T, N, H, HV, R, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
     ALONE: tl.constexpr, V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr,
@@ -80,6 +68,18 @@ def delta_reverse(
 
     ALONE: write only dh0, the gradient of the initial state of each segment except the first of a sequence,
     as if the final state of the segment had no gradient.
+
+    q, k: [rows, H, K].
+    p: [rows, H, K], or None.
+    do: [rows, HV, V].
+    A, A_low: [rows, HV, BT].
+    betas, G: [HV, R], fp32.
+    dht: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K].
+    dy: [rows, HV, V], or None.
+    dh0: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE, [segments, ...].
+    dstates: [slots, HV, K, V], one for each chunk, or None.
+    undivided: [N, HV], int32, or None.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -269,23 +269,24 @@ def grads_of_chunk(q, k, p, v, do, u, dy, betas, G, states, dstates, dq, dk, dp,
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
 def delta_grads(
-    q, k,  # [rows, H, K]
-    p,  # [rows, H, K], or None
-    v, do, u, dy,  # [rows, HV, V]
-    betas, G,  # [HV, R], fp32
-    states, dstates,  # [slots, HV, K, V], one for each chunk
-    dq, dk,  # [rows, HV, K]
-    dp,  # [rows, HV, K], or None
-    dv,  # [rows, HV, V]
-    dbeta, dg,  # [rows, HV], fp32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, HV, R, S,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, k, p, v, do, u, dy, betas, G, states, dstates, dq, dk, dp, dv, dbeta, dg, bounds, scale, T, N, H, HV,
+    R, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dq, dk, dp, dv, dbeta and dg of all chunks; S programs divide the chunks of a sequence."""
+    """Write dq, dk, dp, dv, dbeta and dg of all chunks; S programs divide the chunks of a sequence.
+
+    q, k: [rows, H, K].
+    p: [rows, H, K], or None.
+    v, do, u, dy: [rows, HV, V].
+    betas, G: [HV, R], fp32.
+    states, dstates: [slots, HV, K, V], one for each chunk.
+    dq, dk: [rows, HV, K].
+    dp: [rows, HV, K], or None.
+    dv: [rows, HV, V].
+    dbeta, dg: [rows, HV], fp32.
+    bounds: [N + 1] or None.
+    """
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S

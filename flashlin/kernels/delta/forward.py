@@ -165,23 +165,24 @@ def inverse_of_chunk(k, p, beta, G, A, A_low, betas, scratch, n, first, t0, leng
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
 def delta_inverse(
-    k,  # [rows, H, K]
-    p,  # [rows, H, K], or None
-    beta,  # [rows, HV]
-    G,  # [HV, R], fp32
-    A, A_low,  # [rows, HV, BT]
-    betas,  # [HV, R], fp32
-    scratch,  # [slots, HV, BT, 24], fp32
-    bounds,  # [N + 1] or None
-    T, N, H, HV, R, S,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr,
-    HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    k, p, beta, G, A, A_low, betas, scratch, bounds, T, N, H, HV, R, S, K: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """Write the inverse A = (I + M)^-1 of every chunk and head, for the scans; forward.py defines M.
 
     A is [rows, HV, BT]. With HAS_LOW, also write its rounding error A_low, for backward. Also write betas
     [HV, R], beta in float32, in which the values of a chunk are contiguous. scratch: [slots, HV, BT, 24],
     with one slot per chunk. S programs divide the chunks of a sequence.
+
+    k: [rows, H, K].
+    p: [rows, H, K], or None.
+    beta: [rows, HV].
+    G: [HV, R], fp32.
+    A, A_low: [rows, HV, BT].
+    betas: [HV, R], fp32.
+    scratch: [slots, HV, BT, 24], fp32.
+    bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -202,25 +203,25 @@ def delta_inverse(
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def delta_scan(
-    q, k,  # [rows, H, K]
-    p,  # [rows, H, K], or None
-    v,  # [rows, HV, V]
-    A,  # [rows, HV, BT]
-    betas, G,  # [HV, R], fp32
-    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
-    o,  # [rows, HV, V]
-    ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
-    undivided,  # [N, HV], int32, or None
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, HV, R, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
-    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, p, v, A, betas, G, h0, o, ht, undivided, bounds, scale, T, N, H, HV, R, L, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
+    EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Run the forward scan of a delta rule: write the outputs o [rows, HV, V] and the final states ht.
 
     One program computes BV columns of the state of one head, and keeps them in registers from chunk to chunk.
+
+    q, k: [rows, H, K].
+    p: [rows, H, K], or None.
+    v: [rows, HV, V].
+    A: [rows, HV, BT].
+    betas, G: [HV, R], fp32.
+    h0: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K].
+    o: [rows, HV, V].
+    ht: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32.
+    undivided: [N, HV], int32, or None.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -280,25 +281,26 @@ def delta_scan(
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L"])
 def delta_states(
-    k,  # [rows, H, K]
-    p,  # [rows, H, K], or None
-    v,  # [rows, HV, V]
-    A,  # [rows, HV, BT]
-    betas, G,  # [HV, R], fp32
-    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
-    u,  # [rows, HV, V]
-    states,  # [slots, HV, K, V], one for each chunk
-    undivided,  # [N, HV], int32, or None
-    bounds,  # [N + 1] or None
-    T, N, H, HV, R, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    k, p, v, A, betas, G, h0, u, states, undivided, bounds, T, N, H, HV, R, L, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
+    EARLIER: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Recompute u and the state before each chunk, for backward.
 
     u: [rows, HV, V]. states: [slots, HV, K, V], with one slot per chunk. It is a separate kernel because two
     more flags in delta_scan would need registers that it does not have.
+
+    k: [rows, H, K].
+    p: [rows, H, K], or None.
+    v: [rows, HV, V].
+    A: [rows, HV, BT].
+    betas, G: [HV, R], fp32.
+    h0: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K].
+    u: [rows, HV, V].
+    states: [slots, HV, K, V], one for each chunk.
+    undivided: [N, HV], int32, or None.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -342,8 +344,8 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     """
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
-    scanning = plan.launch("delta_overlapped_whole", "delta_overlapped", "delta_scan")
-    inverting = plan.launch("delta_overlapped_whole", "delta_overlapped_inverse", "delta_inverse")
+    scanning = plan.launch("delta_overlapped", "delta_scan")
+    inverting = plan.launch("delta_overlapped_inverse", "delta_inverse")
     o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     # The kernels store rows of BT elements here. BT is unknown when torch.compile traces with fake tensors.
     A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
@@ -356,13 +358,6 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
         n, (betas, G) = part["N"], columns(lines, part)
         part.update(betas=betas, G=G)
         summed(plan, part["g"], part["bounds"], n, G)
-        if plan.has("delta_overlapped_whole"):
-            from flashlin.kernels.delta.overlapping_whole import delta_overlapped_whole
-            kept = plan.problem.needs_grad
-            batch.scan(delta_overlapped_whole, dict(
-                V=V, DECAY=batch.decay, V_FIRST=how.state_v_first, HAS_H0=part["h0"] is not None,
-                HAS_HT=how.has_ht), part if kept else {**part, "A": None, "betas": None})
-            continue
         if OVERLAPPED in inverting.traits:
             from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
             start(inverting, delta_overlapped_inverse, n * part["S"] * HV, dict(DECAY=batch.decay), part)

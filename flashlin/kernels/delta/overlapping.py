@@ -35,29 +35,25 @@ from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barrier
 
 
 @gluon.jit
-def ring_of(q, k, v, A_low, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
-            STAGES: gl.constexpr, DECAY: gl.constexpr, READERS: gl.constexpr):
-    """Return the buffers of a ring with STAGES slots, and its barriers, for ``load``.
-
-    READERS: groups of warps that signal when they do not need a slot any more.
-    """
+def ring_of(q, k, v, A, A_low, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
+            STAGES: gl.constexpr, DECAY: gl.constexpr):
+    """Return the buffers of a ring with STAGES slots, and its barriers, for ``load``."""
     LINES: gl.constexpr = 5 if DECAY == 2 else 1
     ring_k = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BK], k.layout)
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], k.dtype)
-    ring_A = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BT], square)
+    ring_A = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BT], A.layout)
     ring_q, ring_low = ring_k, ring_A  # placeholders
     if q is not None:
         ring_q = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BK], q.layout)
     if A_low is not None:
-        ring_low = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BT], square)
+        ring_low = gl.allocate_shared_memory(k.dtype, [STAGES, BT, BT], A_low.layout)
     ring_v = gl.allocate_shared_memory(k.dtype, [STAGES * GROUPS, BT, BV], v.layout)
     lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full, empty = barriers(STAGES, 2, READERS)
+    full, empty = barriers(STAGES, 2, GROUPS)
     return ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty
 
 
 @gluon.jit
-def load(ring, reads, row0, line, each, columns, chunks, GROUPS: gl.constexpr, DECAY: gl.constexpr,
+def load(ring, reads, row0, line, columns, chunks, GROUPS: gl.constexpr, DECAY: gl.constexpr,
          REVERSE: gl.constexpr):
     """Load all chunks of a program into the ring buffer; this is the program of the loading warp.
 
@@ -65,20 +61,18 @@ def load(ring, reads, row0, line, each, columns, chunks, GROUPS: gl.constexpr, D
     its TMA transfers have arrived and its rows of ``lines`` are written. These rows are beta and, with
     decays, G_i, 2^{G_i}, 2^{G_L - G_i} and 2^{G_L}, where G is the cumulative log2 decay.
 
-    reads: the tuple q, k, v, A, A_low, beta, G, in which q, A and A_low may be None. beta points to the value
-        of the program's first token, and the next tokens follow at a distance of ``each`` elements.
-    line: offset of the program's first token in G.
+    reads: the tuple q, k, v, A, A_low, betas, G, in which q and A_low may be None.
+    line: offset of the program's first token in betas and G.
     columns: the program's first columns in q and k, in v, and in A. REVERSE: begin with the last chunk.
     """
-    q, k, v, A, A_low, beta, G = reads
+    q, k, v, A, A_low, betas, G = reads
     ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty = ring
     qk_column, v_column, A_column = columns
     STAGES: gl.constexpr = ring_k.shape[0]
     BT: gl.constexpr = ring_k.shape[1]
     BV: gl.constexpr = ring_v.shape[2]
     BK: gl.constexpr = ring_k.shape[2]
-    squares: gl.constexpr = (0 if A is None else BT) + (0 if A_low is None else BT)
-    ROW: gl.constexpr = (1 if q is None else 2) * BK + squares + GROUPS * BV
+    ROW: gl.constexpr = (1 if q is None else 2) * BK + (1 if A_low is None else 2) * BT + GROUPS * BV
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
         slot = i % STAGES
@@ -86,7 +80,7 @@ def load(ring, reads, row0, line, each, columns, chunks, GROUPS: gl.constexpr, D
         if REVERSE:
             t0 = (chunks - 1 - i) * BT
         row = row0 + t0
-        scale = gl.load(beta + (t0 + tokens) * each).to(gl.float32)  # loads overlap the wait for an empty slot
+        beta = gl.load(betas + line + t0 + tokens)  # loads overlap the wait for an empty slot
         if DECAY == 2:
             sums = gl.load(G + line + t0 + tokens)
             total = gl.load(G + line + t0 + BT - 1 + 0 * tokens)
@@ -98,12 +92,11 @@ def load(ring, reads, row0, line, each, columns, chunks, GROUPS: gl.constexpr, D
             async_load(q, [row, qk_column], bar, ring_q.index(slot))
         for group in gl.static_range(GROUPS):
             async_load(v, [row, v_column + group * BV], bar, ring_v.index(slot * GROUPS + group))
-        if A is not None:
-            async_load(A, [row, A_column], bar, ring_A.index(slot))
+        async_load(A, [row, A_column], bar, ring_A.index(slot))
         if A_low is not None:
             async_load(A_low, [row, A_column], bar, ring_low.index(slot))
         first = slot * (5 if DECAY == 2 else 1)
-        lines.index(first).store(scale)
+        lines.index(first).store(beta)
         if DECAY == 2:
             lines.index(first + 1).store(sums)
             lines.index(first + 2).store(gl.exp2(sums))
@@ -118,8 +111,7 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
              DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr):
     """Compute all chunks for BV columns of the state; this is the program of a group of four warps.
 
-    work: the tensors o, states, h0 and ht; the buffers and barriers of scores and results; the barriers of
-        the inverses, or None if the loading warp loads them; and scale.
+    work: the tensors o, states, h0 and ht; the buffers and barriers of scores and results; and scale.
     place: a tuple of
         v0: the program's first column in a state
         v_column: its first column in v and o
@@ -130,7 +122,7 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
         step: rows from one entry to the next
         chunks: number of its chunks
     """
-    o, states, h0, ht, weights_of, o_of, states_of, scored, used, inverted, scale = work
+    o, states, h0, ht, weights_of, o_of, states_of, scored, used, scale = work
     v0, v_column, row0, entering, leaving, table, step, chunks = place
     ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty = ring
     dtype: gl.constexpr = ring_k.dtype
@@ -189,8 +181,6 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
             y = y - hk * lines.index(line + 2).load(a_column)[None, :]
         y = y * lines.index(line).load(a_column)[None, :]
         y = gl.convert_layout(y.to(dtype), left)
-        if inverted is not None:
-            mbarrier.wait(inverted.index(slot), (i // STAGES) & 1)
         u = warpgroup_mma(y, ring_A.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
         out = nothing
         if not RESTORE:
@@ -242,51 +232,49 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
     states=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
 @gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots", "scale"])
 def delta_overlapped(
-    k, q,  # [rows, H, K]; q is None to restore the states
-    v,  # [rows, HV, V]
-    A,  # [rows, HV, BT]
-    betas, G,  # [HV, R], fp32
-    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
-    o,  # [rows, HV, V]
-    ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
-    states,  # [slots, HV, K, V], one for each chunk, or None
-    undivided,  # [N, HV], int32, or None
-    scale,
-    T,  # tokens of a sequence, a multiple of BT
-    H, HV, R, L,
-    rows,  # number of rows in the batch
-    slots,  # number of entries of states
-    V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
-    V_FIRST: gl.constexpr,
+    k, q, v, A, betas, G, h0, o, ht, states, undivided, scale, T, H, HV, R, L, rows, slots, V: gl.constexpr,
+    BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
 ):
     """Run the forward scan in Gluon: write the outputs o and the final states ht, like delta_scan.
 
     Without q, write u to o and the states that enter the chunks to states, like delta_states. One program
     computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
+
+    k, q: [rows, H, K]; q is None to restore the states.
+    v: [rows, HV, V].
+    A: [rows, HV, BT].
+    betas, G: [HV, R], fp32.
+    h0: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K].
+    o: [rows, HV, V].
+    ht: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32.
+    states: [slots, HV, K, V], one for each chunk, or None.
+    undivided: [N, HV], int32, or None.
+    T: tokens of a sequence, a multiple of BT.
+    rows: number of rows in the batch.
+    slots: number of entries of states.
     """
     v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
     step = HV * BK
-    ring = ring_of(q, k, v, None, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES, DECAY=DECAY,
-                   READERS=GROUPS)
+    ring = ring_of(q, k, v, A, None, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES, DECAY=DECAY)
     weights = gl.allocate_shared_memory(k.dtype, [2, BT, BT], A.layout)
     written = gl.allocate_shared_memory(o.dtype, [GROUPS, BT, BV], o.layout)
     leaves = weights  # a placeholder
     if states is not None:
         leaves = gl.allocate_shared_memory(k.dtype, [GROUPS, BK, BV], states.layout)
     scored, used = barriers(2, 1, GROUPS)
-    work = (o, states, h0, ht, weights, written, leaves, scored, used, None, scale)
+    work = (o, states, h0, ht, weights, written, leaves, scored, used, scale)
     place = (v0, i_h * V + v0, row0, entering, leaving, (row0 // BT + n) * step + i_h * BK, step, chunks)
+    reads, columns = (q, k, v, A, None, betas, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     line = i_h.to(gl.int64) * R + row0
-    reads, columns = (q, k, v, A, None, betas + line, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     # With two groups, each thread has 168 registers at entry. Registers are assigned to four warps at a time.
     # The four that include the loading warp keep 40 per thread, so the two groups get 232.
     if GROUPS == 1:
         gl.warp_specialize(
             [(multiply, (0, ring, work, place, V, GROUPS, DECAY, HAS_H0, HAS_HT, V_FIRST)),
-             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, False))], [1], [40])
+             (load, (ring, reads, row0, line, columns, chunks, GROUPS, DECAY, False))], [1], [40])
     else:
         gl.warp_specialize(
             [(multiply, (0, ring, work, place, V, GROUPS, DECAY, HAS_H0, HAS_HT, V_FIRST)),
              (multiply, (1, ring, work, place, V, GROUPS, DECAY, HAS_H0, HAS_HT, V_FIRST)),
-             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, False))], [4, 1], [232, 40])
+             (load, (ring, reads, row0, line, columns, chunks, GROUPS, DECAY, False))], [4, 1], [232, 40])

@@ -89,17 +89,7 @@ def multiply_alone(group: gl.constexpr, ring, work, V: gl.constexpr, GROUPS: gl.
     A_low=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]))
 @gluon.jit(do_not_specialize=["T", "R", "L", "rows"])
 def delta_overlapped_alone(
-    k,  # [rows, H, K]
-    v,  # [rows, HV, V]
-    A, A_low,  # [rows, HV, BT]
-    betas, G,  # [HV, R], fp32
-    alone,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K], fp32
-    transfer,  # [segments, HV, K, K], fp32
-    undivided,  # [N, HV], int32
-    windows, windows_back,  # [segments, HV], int32, or None
-    T,  # tokens of a sequence, a multiple of BT
-    H, HV, R, L,
-    rows,  # number of rows in the batch
+    k, v, A, A_low, betas, G, alone, transfer, undivided, windows, windows_back, T, H, HV, R, L, rows,
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr,
     V_FIRST: gl.constexpr, HALF: gl.constexpr,
@@ -109,6 +99,17 @@ def delta_overlapped_alone(
     One program computes GROUPS (1 or 2) times BV columns of one of the two results for one head. BK is K.
 
     windows, windows_back: see ``dplr_alone``.
+
+    k: [rows, H, K].
+    v: [rows, HV, V].
+    A, A_low: [rows, HV, BT].
+    betas, G: [HV, R], fp32.
+    alone: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K], fp32.
+    transfer: [segments, HV, K, K], fp32.
+    undivided: [N, HV], int32.
+    windows, windows_back: [segments, HV], int32, or None.
+    T: tokens of a sequence, a multiple of BT.
+    rows: number of rows in the batch.
     """
     COLUMNS: gl.constexpr = GROUPS * BV
     NV: gl.constexpr = V // COLUMNS
@@ -140,18 +141,18 @@ def delta_overlapped_alone(
     start = gl.where(c0 < 0, start, 0)
     chunks = gl.where(gl.where(c0 < 0, ends, unused), 0, chunks - start)
     row0 += start * BT
-    ring = ring_of(None, k, v, A_low if HALF else None, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES,
-                   DECAY=DECAY, READERS=GROUPS)
-    line = i_h.to(gl.int64) * R + row0
-    reads = (None, k, v, A, A_low if HALF else None, betas + line, G)
+    ring = ring_of(None, k, v, A, A_low if HALF else None, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES,
+                   DECAY=DECAY)
+    reads = (None, k, v, A, A_low if HALF else None, betas, G)
     columns = (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     work = (alone, transfer, own, v0, c0, chunks)
+    line = i_h.to(gl.int64) * R + row0
     if GROUPS == 1:
         gl.warp_specialize(
             [(multiply_alone, (0, ring, work, V, GROUPS, DECAY, V_FIRST, HALF)),
-             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, False))], [1], [40])
+             (load, (ring, reads, row0, line, columns, chunks, GROUPS, DECAY, False))], [1], [40])
     else:  # see delta_overlapped for the registers
         gl.warp_specialize(
             [(multiply_alone, (0, ring, work, V, GROUPS, DECAY, V_FIRST, HALF)),
              (multiply_alone, (1, ring, work, V, GROUPS, DECAY, V_FIRST, HALF)),
-             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, False))], [4, 1], [232, 40])
+             (load, (ring, reads, row0, line, columns, chunks, GROUPS, DECAY, False))], [4, 1], [232, 40])

@@ -132,22 +132,8 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
     dstates=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
 @gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots", "scale"])
 def delta_overlapped_back(
-    q, k,  # [rows, H, K]
-    do,  # [rows, HV, V], of q's dtype
-    A, A_low,  # [rows, HV, BT]
-    betas, G,  # [HV, R], fp32
-    dht,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
-    dy,  # [rows, HV, V], or None
-    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32; with ALONE, [segments, ...]
-    dstates,  # [slots, HV, K, V], one for each chunk, or None
-    undivided,  # [N, HV], int32, or None
-    windows_back,  # [segments, HV], int32, or None
-    scale,
-    T,  # tokens of a sequence, a multiple of BT
-    H, HV, R, L,
-    rows,  # number of rows in the batch
-    slots,  # number of entries of dstates
-    V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
+    q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, undivided, windows_back, scale, T, H, HV, R, L, rows,
+    slots, V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
     ALONE: gl.constexpr, V_FIRST: gl.constexpr,
 ):
@@ -157,6 +143,20 @@ def delta_overlapped_back(
 
     ALONE: compute only the gradient that each segment passes to the one before it if it receives zero.
     windows_back: with ALONE, the number of chunks to compute at the start of each segment; 0 means all.
+
+    q, k: [rows, H, K].
+    do: [rows, HV, V], of q's dtype.
+    A, A_low: [rows, HV, BT].
+    betas, G: [HV, R], fp32.
+    dht: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K].
+    dy: [rows, HV, V], or None.
+    dh0: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32; with ALONE, [segments, ...].
+    dstates: [slots, HV, K, V], one for each chunk, or None.
+    undivided: [N, HV], int32, or None.
+    windows_back: [segments, HV], int32, or None.
+    T: tokens of a sequence, a multiple of BT.
+    rows: number of rows in the batch.
+    slots: number of entries of dstates.
     """
     v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, True)
     if ALONE:  # a first segment has no earlier one to pass its gradient to
@@ -166,8 +166,7 @@ def delta_overlapped_back(
             chunks = gl.where(window == 0, chunks, gl.minimum(chunks, gl.maximum(window, 0)))
         leaving = gl.where(chunks > 0, entering, -1)
     step = HV * BK
-    ring = ring_of(q, k, do, A_low, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES, DECAY=DECAY,
-                   READERS=GROUPS)
+    ring = ring_of(q, k, do, A, A_low, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES, DECAY=DECAY)
     weights = gl.allocate_shared_memory(k.dtype, [GROUPS, BT, BT], A.layout)
     written, leaves = weights, weights  # placeholders
     if not ALONE:
@@ -175,14 +174,14 @@ def delta_overlapped_back(
         leaves = gl.allocate_shared_memory(k.dtype, [GROUPS, BK, BV], dstates.layout)
     work = (dy, dstates, dht, dh0, weights, written, leaves, scale)
     place = (v0, i_h * V + v0, row0, entering, leaving, (row0 // BT + n) * step + i_h * BK, step, chunks)
+    reads, columns = (q, k, do, A, A_low, betas, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     line = i_h.to(gl.int64) * R + row0
-    reads, columns = (q, k, do, A, A_low, betas + line, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     if GROUPS == 1:
         gl.warp_specialize(
             [(multiply_back, (0, ring, work, place, V, GROUPS, DECAY, HAS_DHT, HAS_DH0, ALONE, V_FIRST)),
-             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, True))], [1], [40])
+             (load, (ring, reads, row0, line, columns, chunks, GROUPS, DECAY, True))], [1], [40])
     else:  # see delta_overlapped for the registers
         gl.warp_specialize(
             [(multiply_back, (0, ring, work, place, V, GROUPS, DECAY, HAS_DHT, HAS_DH0, ALONE, V_FIRST)),
              (multiply_back, (1, ring, work, place, V, GROUPS, DECAY, HAS_DHT, HAS_DH0, ALONE, V_FIRST)),
-             (load, (ring, reads, row0, line, 1, columns, chunks, GROUPS, DECAY, True))], [4, 1], [232, 40])
+             (load, (ring, reads, row0, line, columns, chunks, GROUPS, DECAY, True))], [4, 1], [232, 40])

@@ -43,22 +43,23 @@ def load_strip(ring, states, dstates, q, k, full, table, row, column, i, BT: gl.
                     lambda x: (x["BV"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["K"])))
 @gluon.jit(do_not_specialize=["T", "R", "rows", "slots", "scale"])
 def delta_overlapped_grads(
-    do, u, dy,  # [rows, HV, V], of the dtype of q
-    q, k,  # [rows, H, K]
-    states, dstates,  # [slots, HV, K, V], one for each chunk
-    dq, dk,  # [rows, HV, K]
-    v,  # [rows, HV, V]
-    betas, G,  # [HV, R], fp32
-    dv,  # [rows, HV, V]
-    dbeta, dg,  # [rows, HV], fp32
-    scale,
-    T,  # tokens of a sequence, a multiple of BT
-    H, HV, R,
-    rows,  # number of rows in the batch
-    slots,  # number of entries of states
+    do, u, dy, q, k, states, dstates, dq, dk, v, betas, G, dv, dbeta, dg, scale, T, H, HV, R, rows, slots,
     K: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, DECAY: gl.constexpr,
 ):
-    """Write dq, dk, dv, dbeta and dg of all chunks, like delta_grads. BV is V."""
+    """Write dq, dk, dv, dbeta and dg of all chunks, like delta_grads. BV is V.
+
+    do, u, dy: [rows, HV, V], of the dtype of q.
+    q, k: [rows, H, K].
+    states, dstates: [slots, HV, K, V], one for each chunk.
+    dq, dk: [rows, HV, K].
+    v: [rows, HV, V].
+    betas, G: [HV, R], fp32.
+    dv: [rows, HV, V].
+    dbeta, dg: [rows, HV], fp32.
+    T: tokens of a sequence, a multiple of BT.
+    rows: number of rows in the batch.
+    slots: number of entries of states.
+    """
     of_pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     of_strip: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     of_values: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [4, 1], [1, 0])

@@ -4,8 +4,8 @@ M has 4 x 4 blocks of 16 x 16. Warp w has the rows 16 w to 16 w + 15 of every ma
 block on the diagonal by substitution in float32. Then products merge these inverses to the inverses of two
 tiles of 32 x 32, and these to the inverse of the chunk, as ``triangular_inverse.merge`` does.
 
-A product has a left operand of 64 x 16, since a warpgroup multiplies at least 64 rows. Rows that its right
-operand does not belong to give numbers that are not used. Operands are the sums of two bf16 numbers, as in
+All warps multiply their rows by the same right operand, a block of 16 x 16. In rows of other blocks this
+gives numbers that are not used and may be infinite. Operands are the sums of two bf16 numbers, as in
 ``triangular_inverse.product``.
 """
 
@@ -32,7 +32,7 @@ COLUMN = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 
 
 @gluon.jit
 def halves(x):
-    """Return two bf16 matrices whose sum is x, in float32 with 16 bits; ``top_half`` explains the first."""
+    """Return two bf16 matrices whose sum is x to 16 bits; ``triangular_inverse.top_half`` gives the first."""
     high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
     return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
 
@@ -184,16 +184,18 @@ def inverse(products, betas, sums, memory, DECAY: gl.constexpr):
     A_low=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]))
 @gluon.jit(do_not_specialize=["R", "rows"])
 def delta_overlapped_inverse(
-    k,  # [rows, H, K]
-    beta,  # [rows, HV]
-    G,  # [HV, R], fp32
-    A, A_low,  # [rows, HV, BT]; A_low may be None
-    betas,  # [HV, R], fp32
-    H, HV, R,
-    rows,  # number of rows in the batch
-    BT: gl.constexpr, BK: gl.constexpr, REGISTERS: gl.constexpr, DECAY: gl.constexpr,
+    k, beta, G, A, A_low, betas, H, HV, R, rows, BT: gl.constexpr, BK: gl.constexpr, REGISTERS: gl.constexpr,
+    DECAY: gl.constexpr,
 ):
-    """Write A, A_low and betas of one chunk and head, like delta_inverse. BK is K."""
+    """Write A, A_low and betas of one chunk and head, like delta_inverse. BK is K.
+
+    k: [rows, H, K].
+    beta: [rows, HV].
+    G: [HV, R], fp32.
+    A, A_low: [rows, HV, BT]; A_low may be None.
+    betas: [HV, R], fp32.
+    rows: number of rows in the batch.
+    """
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     of_line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = k.dtype

@@ -23,24 +23,25 @@ from flashlin.kernels.tile_ops import decays, state_offsets, tile
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L"])
 def delta_alone(
-    k,  # [rows, H, K]
-    p,  # [rows, H, K], or None
-    v,  # [rows, HV, V]
-    A, A_low,  # [rows, HV, BT]
-    betas, G,  # [HV, R], fp32
-    alone,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K], fp32
-    transfer,  # [segments, HV, K, K], fp32
-    undivided,  # [N, HV], int32
-    bounds,  # [N + 1] or None
-    T, N, H, HV, R, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
-    V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    k, p, v, A, A_low, betas, G, alone, transfer, undivided, bounds, T, N, H, HV, R, L, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr,
+    EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr,
+    HALF: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Write ``alone`` and the transfer matrix of each segment, and set ``undivided`` to zero.
 
     alone: the state that a segment would end with if it started from zero. The kernel skips the results that
     no later launch reads. One program computes BV columns of one of the two results for one head.
+
+    k: [rows, H, K].
+    p: [rows, H, K], or None.
+    v: [rows, HV, V].
+    A, A_low: [rows, HV, BT].
+    betas, G: [HV, R], fp32.
+    alone: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K], fp32.
+    transfer: [segments, HV, K, K], fp32.
+    undivided: [N, HV], int32.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
@@ -83,17 +84,17 @@ def delta_alone(
 
 @triton.jit(do_not_specialize=["T", "R", "S", "scale"])
 def delta_facts(
-    k, q,  # [rows, H, K]
-    v, do,  # [rows, HV, V]; do is None in forward
-    betas, G,  # [HV, R], fp32
-    facts,  # [HV, FACTS, chunks], fp32
-    scale,
-    T, H, HV, R, S,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, FACTS: tl.constexpr,
+    k, q, v, do, betas, G, facts, scale, T, H, HV, R, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, FACTS: tl.constexpr,
 ):
     """Store numbers that bound how each chunk changes states and, given do, the gradients of states.
 
     ``dplr/windows.py`` derives the bounds. One program computes one chunk of one head, of dense sequences.
+
+    k, q: [rows, H, K].
+    v, do: [rows, HV, V]; do is None in forward.
+    betas, G: [HV, R], fp32.
+    facts: [HV, FACTS, chunks], fp32.
     """
     program = tl.program_id(0)
     i_h = program % HV

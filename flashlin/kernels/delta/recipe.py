@@ -14,6 +14,7 @@ from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, r
 from flashlin.kernels.recurrent import recipe as recurrent
 
 FACTS_WARPS = 2  # warps of delta_facts; 1 and 4 were slower (benchmarks/notes/delta-rule.md)
+INVERSE_REGISTERS = 80  # per thread of delta_overlapped_inverse, for six programs on a multiprocessor
 STAGES_BACK = 2  # chunks in the ring buffer of the Gluon reverse scan; each needs more memory than in forward
 
 
@@ -56,9 +57,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # One warp never waits at barriers, so it comes first. Two warps have more registers, in case one spills.
     inverses = [scans.over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), inverting(BT),
                                   per_chunk, num_warps=warps) for warps in (1, 2)]
-    single = _overlapped(problem, target, part, BT, whole=True)
-    if not single:
-        kernels.append(_overlapped_inverse(problem, target, BT) or scans.least_spilled(inverses, target))
+    kernels.append(_overlapped_inverse(problem, target, BT) or scans.least_spilled(inverses, target))
 
     def walk(kernel: str, config: Config, more: int = 0) -> Launch:
         return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
@@ -79,10 +78,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     # other GPUs two stages spill less than one.
     slim = before and bytes_each == 2 and padded(problem.K) == 128
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
-    if single:
-        kernels.append(single)
-    if not single or problem.needs_grad:
-        kernels.append(fast or walk("delta_scan", forward))
+    kernels.append(fast or walk("delta_scan", forward))
     if problem.needs_grad:
         # without narrow states, a second stage needs too many registers (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
@@ -127,9 +123,9 @@ def _overlapped_inverse(problem: Problem, target: Target, BT: int) -> Launch | N
     """Return the launch of the kernel of inverses in Gluon, or None if it cannot be used. It has no p."""
     if BT != BLOCK or "p" in problem.options:
         return None
-    halves = 6 * 2 * BT * 16
-    return scans.overlapped("delta_overlapped_inverse", problem, target, 0, {"BT": BT, "BK": problem.K, "REGISTERS": 80},
-                            2 * 2 * BT * BT + 4 * 128 * 8 + halves + 1024)
+    tile = {"BT": BT, "BK": problem.K, "REGISTERS": INVERSE_REGISTERS}
+    shared = 2 * BT * (2 * BT + 6 * 16) + 5120
+    return scans.overlapped("delta_overlapped_inverse", problem, target, 0, tile, shared)
 
 
 def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | None:
@@ -141,14 +137,12 @@ def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | Non
     return scans.overlapped("delta_overlapped_grads", problem, target, 0, tile, shared)
 
 
-def _overlapped(problem: Problem, target: Target, part: int, BT: int, back: bool = False,
-                whole: bool = False) -> Launch | None:
+def _overlapped(problem: Problem, target: Target, part: int, BT: int, back: bool = False) -> Launch | None:
     """Return the launch of the forward scan in Gluon, or None if it cannot be used.
 
-    It does not support p. back: True for the reverse scan instead. whole: True for the kernel that also
-    computes the inverses.
+    It does not support p. back: True for the reverse scan instead.
     """
-    if BT != BLOCK or "p" in problem.options or (whole and part):
+    if BT != BLOCK or "p" in problem.options:
         return None
     K, BV, groups = problem.K, 64, scans.groups_of(problem, target, part)
     slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
@@ -156,10 +150,7 @@ def _overlapped(problem: Problem, target: Target, part: int, BT: int, back: bool
     stages = STAGES_BACK if back else scans.STAGES
     scores = 2 * BT * BT * (groups if back else 2)
     shared = stages * slot + groups * written + scores + 1024
-    if whole:
-        shared += (3 - groups) * (16384 + 2 * BT * BT * problem.needs_grad)
-    name = "delta_overlapped" + ("_back" if back else "_whole" if whole else "")
-    return scans.overlapped(name, problem, target, part,
+    return scans.overlapped("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
                             {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
 
 

@@ -56,7 +56,7 @@ def _family(case: Op) -> list[Case]:
              case("alike", keys="alike", rate="1"), case("alike-l2", L2, keys="alike"),
              case("period-4", keys="period-4", rate="1"), case("beta=0", rate="0"),
              case("zero-keys", L2, keys="zero", K=32, V=32, T=70)]
-    cases += [case("two-groups", K=128, V=128, T=128),
+    cases += [case("two-groups", K=128, V=128, T=128), case("alike-128", K=128, T=192, keys="alike", rate="1"),
               *(case(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items())]
     if gated:
         cases += [*(case(name, gate="-0.12", K=K, HV=6, **{**sequences.SIX, "V": V})
@@ -71,6 +71,7 @@ def _family(case: Op) -> list[Case]:
                   case("v-first", V_FIRST, K=32, V=32),
                   forward_in_parts(case, 64),
                   case("resets", gate="resets", K=32, V=40, B=1),
+                  case("resets-64", gate="resets", T=128),
                   case("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)),
                   case("g=-inf", gate="-inf", T=20),
                   case("every-other", gate="every-other", K=32, V=32, T=128, B=1),
