@@ -139,11 +139,12 @@ def test_where_sums_over_heads_are_in_gluon(facts: dict[str, Any], taken: bool) 
 
 def starts(name: str, kernel: str | None = None) -> list[Recorded]:
     """Return the launches of a call whose kernels' names contain ``kernel``; default: of ``kernel_of``."""
-    kernel = kernel_of(name) if kernel is None else kernel
+    own = kernel_of(name)
     machine = parse(f"triton={triton.__version__},sm=90")
     with flashlin.settings(canary="trial"), recording(machine) as launches:
         ALL[name](torch.device("cpu"))
-    return [launch for launch in launches if kernel in launch.kernel]
+    return [launch for launch in launches
+            if (launch.kernel == own if kernel is None else kernel in launch.kernel)]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -162,6 +163,16 @@ def test_every_kind_compiles_and_spills_next_to_nothing(name: str) -> None:
     assert result.ok and result.spills <= most, result
     assert result.matrix == ("wgmma.mma_async",), result
     assert result.shared <= launch.shared <= parse(HOPPER).shared
+
+
+@pytest.mark.alternate
+@pytest.mark.parametrize("name", ["gated delta, heads of 64", "gated delta, float16, gradients", "delta"])
+def test_six_programs_of_the_inverses_share_a_multiprocessor(name: str) -> None:
+    [launch] = starts(name, "delta_overlapped_inverse")
+    [result] = compile_launches([Job(90, launch)])
+    assert result.ok and result.spills <= 48, result
+    assert 6 * 128 * result.registers <= 65_536 and 6 * (result.shared + 1024) <= 233_472, result
+    assert result.shared <= launch.shared
 
 
 @pytest.mark.alternate

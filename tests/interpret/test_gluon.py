@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlin import kernels
 from flashlin.compat.descriptors import Described, described
+from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
 from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers
 from tests import gluon_on_cpu
 from tests.gluon_on_cpu import emulate, running
@@ -204,3 +206,32 @@ def test_memory_that_another_thread_wrote_needs_a_fence_of_that_thread() -> None
 def writes(part: gluon_on_cpu.Shared, program: gluon_on_cpu.Program) -> None:
     gluon_on_cpu._begin(program, 1)
     part.store(torch.zeros(16, 16, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["random", "alike", "forgetting", "no gate"])
+def test_inverses_of_chunks(kind: str) -> None:
+    """They agree with float64, also for keys that resemble each other and for gates that forget everything."""
+    draw = torch.Generator().manual_seed(0)
+    rows, HV, K = 128, 2, 64
+    k = torch.randn(rows, 1, K, generator=draw)
+    if kind == "alike":
+        k = 0.05 * k + torch.randn(K, generator=draw)
+    k, beta = F.normalize(k, dim=-1).bfloat16(), torch.rand(rows, HV, generator=draw) + 0.5
+    g = -torch.rand(HV, rows, generator=draw) * {"alike": 0.01, "forgetting": 126.0}.get(kind, 1.0)
+    G = g.view(HV, 2, 64).cumsum(-1).view(HV, rows)
+    A, A_low = (torch.full((rows, HV, 64), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+    betas, gated = torch.full((HV, rows), torch.nan), kind != "no gate"
+    emulate(delta_overlapped_inverse, 4, dict(
+        k=k, beta=beta, G=G if gated else None, A=A, A_low=A_low, betas=betas, H=1, HV=HV, R=rows, rows=rows,
+        BT=64, BK=K, REGISTERS=0, DECAY=2 * gated))
+    assert torch.equal(betas, beta.T)
+    for head in range(HV):
+        for chunk in (slice(0, 64), slice(64, 128)):
+            keys, sums = k[chunk, 0].double(), G[head, chunk].double()
+            M = beta[chunk, head].double()[:, None] * (keys @ keys.T)
+            if gated:
+                M = M * (sums[:, None] - sums[None, :]).clamp(max=0).exp2()
+            right = torch.linalg.inv(torch.eye(64).double() + M.tril(-1))
+            found = A[chunk, head].double() + A_low[chunk, head].double()
+            assert (found - right).abs().max() < 2.0**(-12 if kind == "alike" else -14) * right.abs().max()
+            assert torch.equal(found.triu(1), torch.zeros(64, 64).double())

@@ -58,8 +58,8 @@ def test_where_they_are_not(given: dict[str, Any]) -> None:
     (dict(T=32768, H=8, op="chunk_delta_rule", options=()), False),  # without a gate nothing is forgotten
     (dict(T=32768, H=8, op="chunk_comba", options=("g", "p")), False),  # the bound is for predictions with k
     (dict(T=32768, H=8, varlen=True, N=8), False),  # sequences may be shorter than segments
-    (dict(T=8192, H=2), False), (dict(T=8192, H=64), False),
-    (dict(T=32768, H=8, D=64), False),  # the bounds would cost more than windows save
+    (dict(T=8192, H=2), False), (dict(T=8192, H=64), False), (dict(T=32768, H=8, D=64), True),
+    (dict(T=32768, H=8, D=64, backward=False), False),  # the bounds would cost more than windows save
     (dict(T=32768, H=8, machine="A100,triton=3.6.0"), False), (dict(T=32768, H=8, invariant=True), False)],
     ids=str)
 def test_gated_delta_rules(given: dict[str, Any], planned: bool) -> None:
@@ -74,7 +74,7 @@ def test_gated_delta_rules(given: dict[str, Any], planned: bool) -> None:
 def test_kernels_in_gluon_of_delta_rules_have_run(T: int, H: int, backward: bool, split: bool) -> None:
     """They are also planned outside of trials, because the records contain their present source."""
     names = kernels(T, H, ("g",), backward, op="chunk_gated_delta_rule", canary="auto")
-    assert "delta_overlapped" in names
+    assert {"delta_overlapped_inverse", "delta_overlapped"} <= names and "delta_reverse" not in names
     assert ({"delta_overlapped_back", "delta_overlapped_grads"} <= names) == backward
     assert ({"delta_facts", "dplr_windows", "delta_overlapped_alone"} <= names) == split
 

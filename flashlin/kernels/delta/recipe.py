@@ -146,10 +146,8 @@ def _overlapped(problem: Problem, target: Target, part: int, BT: int, back: bool
         return None
     K, BV, groups = problem.K, 64, scans.groups_of(problem, target, part)
     slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
-    written = 2 * BV * (BT + back * K)
-    stages = STAGES_BACK if back else scans.STAGES
-    scores = 2 * BT * BT * (groups if back else 2)
-    shared = stages * slot + groups * written + scores + 1024
+    stages, scores = STAGES_BACK if back else scans.STAGES, 2 * BT * BT * (groups if back else 2)
+    shared = stages * slot + groups * 2 * BV * (BT + back * K) + scores + 1024
     return scans.overlapped("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
                             {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
 
