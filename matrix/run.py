@@ -185,7 +185,7 @@ def identity(launch: Recorded) -> str:
     for name in ("shared", "traits", "config"):
         del facts[name]
     code = source_of(launch.module, launch.kernel) + json.dumps(facts)
-    return f"{launch.kernel}-{hashlib.sha256(code.encode()).hexdigest()[:8]}"
+    return f"{launch.kernel}-{hashlib.sha256(code.encode()).hexdigest()[:6]}"
 
 
 def forget(result: CellResult, planned: Planned, cards: Sequence[Card]) -> None:

@@ -502,15 +502,18 @@ def test_mode_auto_decides_from_tokens_gradients_and_card(T: int, grad: bool, sm
 # Snapshots
 
 def summary(plan: Plan) -> str:
-    """Return a plan as text, such as ``triton via fp32: scan 32/64/64 w4 s2, ...``.
+    """Return a plan as text, such as ``triton via fp32: scan 32/64/64 w8 s2, ...``.
 
-    The numbers are the tile sizes of the launch (BT/BK/BV or BT/BD), its warps and its stages.
+    The numbers are the tile sizes of the launch (BT/BK/BV or BT/BD), its warps if they are not 4, and its
+    stages if there are several.
     """
     if not plan.launches:
         return plan.path
     tiles: dict[str, list[str]] = {}
     for launch in plan.launches:
-        facts = f"{'/'.join(str(size) for _, size in launch.tile)} w{launch.num_warps} s{launch.num_stages}"
+        facts = "/".join(str(size) for _, size in launch.tile)
+        facts += f" w{launch.num_warps}" if launch.num_warps != 4 else ""
+        facts += f" s{launch.num_stages}" if launch.num_stages > 1 else ""
         tiles.setdefault(facts, []).append(launch.kernel.removeprefix(plan.problem.family + "_"))
     via = " via fp32" if plan.problem.dot == "fp32" else ""
     return f"{plan.path}{via}: " + ", ".join(f"{'+'.join(kernels)} {facts}"
