@@ -138,7 +138,7 @@ def test_where_sums_over_heads_are_in_gluon(facts: dict[str, Any], taken: bool) 
 
 
 def starts(name: str, kernel: str | None = None) -> list[Recorded]:
-    """Return the launches of a call whose kernels' names contain ``kernel``; default: of ``kernel_of``."""
+    """Return the launches of a call whose kernel name contains ``kernel``, or by default is ``kernel_of``."""
     own = kernel_of(name)
     machine = parse(f"triton={triton.__version__},sm=90")
     with flashlin.settings(canary="trial"), recording(machine) as launches:
@@ -168,6 +168,7 @@ def test_every_kind_compiles_and_spills_next_to_nothing(name: str) -> None:
 @pytest.mark.alternate
 @pytest.mark.parametrize("name", ["gated delta, heads of 64", "gated delta, float16, gradients", "delta"])
 def test_six_programs_of_the_inverses_share_a_multiprocessor(name: str) -> None:
+    """Six programs of the inverse kernel fit into the registers and the shared memory, and spill little."""
     [launch] = starts(name, "delta_overlapped_inverse")
     [result] = compile_launches([Job(90, launch)])
     assert result.ok and result.spills <= 48, result

@@ -210,7 +210,7 @@ def writes(part: gluon_on_cpu.Shared, program: gluon_on_cpu.Program) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "alike", "forgetting", "no gate"])
 def test_inverses_of_chunks(kind: str) -> None:
-    """They agree with float64, also for keys that resemble each other and for gates that forget everything."""
+    """The inverses agree with float64, even if keys resemble each other or gates forget everything."""
     draw = torch.Generator().manual_seed(0)
     rows, HV, K = 128, 2, 64
     k = torch.randn(rows, 1, K, generator=draw)

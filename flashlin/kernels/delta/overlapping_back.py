@@ -32,7 +32,8 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
                   V_FIRST: gl.constexpr):
     """Compute all chunks, from last to first, for BV columns; this is the program of a group of four warps.
 
-    ``multiply`` describes the arguments. Here they contain gradients in place of states and outputs.
+    ``overlapping.multiply`` describes most arguments. In ``work``, dy, dstates, dht and dh0 replace o, states,
+    h0 and ht.
     """
     dy, dstates, dht, dh0, weights_of, dy_of, states_of, scale = work
     v0, v_column, row0, entering, leaving, table, step, chunks = place
@@ -141,7 +142,7 @@ def delta_overlapped_back(
 
     One program computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
 
-    ALONE: compute only the gradient that each segment passes to the one before it if it receives zero.
+    ALONE: compute only the gradient of each segment's initial state, as if its final state had no gradient.
     windows_back: with ALONE, the number of chunks to compute at the start of each segment; 0 means all.
 
     q, k: [rows, H, K].

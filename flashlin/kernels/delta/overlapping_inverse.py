@@ -1,11 +1,11 @@
-"""The inverse of each chunk (``forward.py``) for Hopper, in Gluon: one group of four warps for each chunk.
+"""Compute the inverse A of each chunk (``forward.py``) on Hopper, in Gluon, with four warps per chunk.
 
-M has 4 x 4 blocks of 16 x 16. Warp w has the rows 16 w to 16 w + 15 of every matrix. Each warp inverts its
-block on the diagonal by substitution in float32. Then products merge these inverses to the inverses of two
-tiles of 32 x 32, and these to the inverse of the chunk, as ``triangular_inverse.merge`` does.
+M has 4 x 4 blocks of 16 x 16. Warp w holds rows 16 w to 16 w + 15 of every matrix. Each warp inverts its
+block on the diagonal by substitution in float32. Then products merge these inverses into the inverses of two
+tiles of 32 x 32, and these into the inverse of the chunk, as ``triangular_inverse.merge`` does.
 
-All warps multiply their rows by the same right operand, a block of 16 x 16. In rows of other blocks this
-gives numbers that are not used and may be infinite. Operands are the sums of two bf16 numbers, as in
+All warps multiply their rows by the same right operand, a block of 16 x 16. Some warps do not need this
+product. Their results may be infinite, and ``gl.where`` discards them. Operands are the sums of two bf16 numbers, as in
 ``triangular_inverse.product``.
 """
 
@@ -27,19 +27,19 @@ NARROW = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # of 
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 OWN = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # of four blocks [4, 16, 16]
-COLUMN = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0]))  # half of one per thread
+COLUMN = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0]))  # a half for each thread
 
 
 @gluon.jit
 def halves(x):
-    """Return two bf16 matrices whose sum is x to 16 bits; ``triangular_inverse.top_half`` gives the first."""
+    """Return two bf16 matrices whose sum equals x to 16 bits. The first one has the high bits (``top_half``)."""
     high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
     return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
 
 
 @gluon.jit
 def put(x, to):
-    """Store the halves of x [64, 16] in the two buffers of a right operand."""
+    """Store x [64, 16] as two bf16 matrices (``halves``) in the two buffers of a right operand."""
     high, low = halves(x)
     to[0].store(high)
     to[1].store(low)
@@ -47,7 +47,7 @@ def put(x, to):
 
 @gluon.jit
 def plus(acc, x, right, block: gl.constexpr):
-    """Return acc plus x times a block of 16 rows of a right operand (see ``put``)."""
+    """Return acc + x R, where R is one block of 16 rows of a right operand (see ``put``)."""
     high, low = halves(x)
     high, low = gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
     top = right[0].slice(16 * block, 16).load(RIGHT)
@@ -60,8 +60,8 @@ def plus(acc, x, right, block: gl.constexpr):
 def scratch():
     """Return the shared memory that ``inverse`` needs: three right operands (``put``), and the diagonal of M.
 
-    The compiler adds a barrier between two stores to one buffer, so most operands have two. The third one
-    uses the memory of the diagonal, which is not needed any more.
+    The compiler adds a barrier between two stores to one allocation. So the high and low bits of most operands
+    have an allocation each. The third operand reuses the memory of the diagonal, which is not needed then.
     """
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16)
     one = (gl.allocate_shared_memory(gl.bfloat16, [64, 16], small),
@@ -93,7 +93,7 @@ def beside(a, b, WIDE: gl.constexpr):
 def scaled(x, betas, sums, i: gl.constexpr, DECAY: gl.constexpr):
     """Return columns 16 i to 16 i + 15 of M below the diagonal blocks, given the products x of the keys.
 
-    The sum of decays at the end of these columns divides each decay into two factors of at most 1.
+    The cumulative decay at the last of these columns splits each decay into two factors, each at most 1.
     """
     rows: gl.constexpr = gl.SliceLayout(1, NARROW)
     if DECAY == 0:
@@ -129,13 +129,13 @@ def substituted(diagonal):
 
     As soon as a row of the inverses is complete, its multiples are subtracted from all later rows.
 
-    diagonal: [64, 16], float32. Rows 4 j to 4 j + 3 are column j of the blocks.
+    diagonal: [64, 16], float32. Rows 4 j to 4 j + 3 hold column j of the four blocks, one row per block.
     """
     row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, COLUMN)))[None, None, :]
     column = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, COLUMN)))[None, :, None]
     X = gl.where(row == column, 1.0, 0.0) + gl.zeros([4, 16, 16], gl.float32, COLUMN)
     for j in gl.static_range(15):
-        # the sum of one row and of zeros, as integers: the compiler removes the additions of zero
+        # This sum selects row j. With integers, the compiler can remove the additions of zero.
         done = gl.sum(gl.where(row == j, X.to(gl.int32, bitcast=True), 0), 2).to(gl.float32, bitcast=True)
         X = X - diagonal.slice(4 * j, 4).load(gl.SliceLayout(1, COLUMN))[:, None, :] * done[:, :, None]
     return gl.convert_layout(X.permute([0, 2, 1]).reshape([64, 16]), NARROW)
@@ -164,7 +164,7 @@ def inverse(products, betas, sums, memory, DECAY: gl.constexpr):
     first = plus(none, a, one, 0)
     second = plus(none, b, one, 1)
     put(gl.where(own == 1, first, plus(none, c, one, 2)), two)
-    # These are the columns of the inverses of two tiles of 32 x 32.
+    # c and d are the left and right 16 columns of the inverses of both tiles of 32 x 32.
     below = gl.where(own == 1, plus(none, X, two, 1), plus(none, X, two, 3))
     c = gl.where(own % 2 == 0, X, -below)
     d = gl.where(own % 2 == 0, 0.0, X)
@@ -230,7 +230,7 @@ def delta_overlapped_inverse(
     products = warpgroup_mma_wait(0, [products])
     X = gl.convert_layout(inverse(products, s_beta, s_sums, memory, DECAY), of_chunk)
     tiles.index(0).store(X.to(dtype))
-    if A_low is not None:  # it is faster to load the rounded numbers than to convert them back, one at a time
+    if A_low is not None:  # loading the rounded numbers is faster than converting them one at a time
         tiles.index(1).store((X - tiles.index(0).load(of_chunk).to(gl.float32)).to(dtype))
     fence_async_shared()
     barrier()

@@ -125,8 +125,8 @@ def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any]
                    back: bool = False) -> None:
     """Compute the initial states of all segments, and store them in part, as ``by_transfers`` does.
 
-    Also store ``windows`` in part and, with back, ``windows_back``. Both are None if the plan does not launch
-    ``dplr_windows``.
+    Also store ``part["windows"]`` and, if back is True, ``part["windows_back"]``. Both are None if the plan
+    does not launch ``dplr_windows``.
 
     part: the arguments that launches share, see ``Batch.parts``.
     constants: arguments of ``delta_alone``.

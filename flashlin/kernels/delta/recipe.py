@@ -14,7 +14,7 @@ from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, r
 from flashlin.kernels.recurrent import recipe as recurrent
 
 FACTS_WARPS = 2  # warps of delta_facts; 1 and 4 were slower (benchmarks/notes/delta-rule.md)
-INVERSE_REGISTERS = 80  # per thread of delta_overlapped_inverse, for six programs on a multiprocessor
+INVERSE_REGISTERS = 80  # at most so many per thread, so that six programs fit on a multiprocessor
 STAGES_BACK = 2  # chunks in the ring buffer of the Gluon reverse scan; each needs more memory than in forward
 
 
@@ -65,7 +65,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     back = _overlapped(problem, target, part, BT, back=True) if problem.needs_grad else None
     if part:
         alone = _overlapped_alone(problem, target, part, BT)
-        # in forward alone with heads of 64, windows gain 6 % or lose 22 % (benchmarks/notes/delta-rule.md)
+        # without gradients, windows make heads of 64 6 % faster or 22 % slower (benchmarks/notes/delta-rule.md)
         if alone and "g" in problem.options and (back or (not problem.needs_grad and problem.K > BLOCK)):
             facts = scans.over_tokens("delta_facts", problem, dict(BT=BT, BK=min(64, wide)),
                                       num_warps=FACTS_WARPS)
