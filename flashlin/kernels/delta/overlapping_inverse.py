@@ -5,8 +5,8 @@ block on the diagonal by substitution in float32. Then products merge these inve
 tiles of 32 x 32, and these into the inverse of the chunk, as ``triangular_inverse.merge`` does.
 
 All warps multiply their rows by the same right operand, a block of 16 x 16. Some warps do not need this
-product. Their results may be infinite, and ``gl.where`` discards them. Operands are the sums of two bf16 numbers, as in
-``triangular_inverse.product``.
+product. Their results may be infinite, and ``gl.where`` discards them. Operands are the sums of two bf16
+numbers, as in ``triangular_inverse.product``.
 """
 
 from triton.experimental import gluon
@@ -32,7 +32,7 @@ COLUMN = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 
 
 @gluon.jit
 def halves(x):
-    """Return two bf16 matrices whose sum equals x to 16 bits. The first one has the high bits (``top_half``)."""
+    """Return two bf16 matrices whose sum equals x to 16 bits. The first one has the high bits."""
     high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
     return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
 
@@ -60,8 +60,9 @@ def plus(acc, x, right, block: gl.constexpr):
 def scratch():
     """Return the shared memory that ``inverse`` needs: three right operands (``put``), and the diagonal of M.
 
-    The compiler adds a barrier between two stores to one allocation. So the high and low bits of most operands
-    have an allocation each. The third operand reuses the memory of the diagonal, which is not needed then.
+    The compiler adds a barrier between two stores to one allocation. So the high and low bits of most
+    operands have an allocation each. The third operand reuses the memory of the diagonal, which is not needed
+    then.
     """
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16)
     one = (gl.allocate_shared_memory(gl.bfloat16, [64, 16], small),

@@ -65,7 +65,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     back = _overlapped(problem, target, part, BT, back=True) if problem.needs_grad else None
     if part:
         alone = _overlapped_alone(problem, target, part, BT)
-        # without gradients, windows make heads of 64 6 % faster or 22 % slower (benchmarks/notes/delta-rule.md)
+        # without gradients, heads of 64 get 6 % faster or 22 % slower (benchmarks/notes/delta-rule.md)
         if alone and "g" in problem.options and (back or (not problem.needs_grad and problem.K > BLOCK)):
             facts = scans.over_tokens("delta_facts", problem, dict(BT=BT, BK=min(64, wide)),
                                       num_warps=FACTS_WARPS)
