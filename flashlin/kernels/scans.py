@@ -338,9 +338,10 @@ def objected(launch: Launch, target: Target) -> bool:
 def may_start(launch: Launch, problem: Problem, target: Target) -> bool:
     """Return True if a launch has run on this kind of GPU, or runs in a trial now.
 
-    It is for kernels that hang or crash if they are wrong.
+    It is for kernels that hang or crash if they are wrong. A trial does not start what is known to fail.
     """
-    return problem.trial or launch_table.has_run(launch.config, (problem.op,), problem.dtype, target)
+    tried = problem.trial and launch_table.trust(launch.config, target) != "failed"
+    return tried or launch_table.has_run(launch.config, (problem.op,), problem.dtype, target)
 
 
 def _chunks_of(BT: int) -> str:
@@ -392,12 +393,13 @@ def groups_of(problem: Problem, target: Target, part: int) -> int:
     return 1 if columns % 2 or alone else 2
 
 
-def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: dict[str, int],
+def overlapped(kernel: str, problem: Problem, target: Target, part: int | None, tile: dict[str, int],
                shared: int) -> Launch | None:
     """Return the launch of a family's Gluon kernel, or None if the problem or the target does not allow it.
 
     The kernel supports dense sequences of whole chunks, and heads of 64 or 128. It waits at its own barriers,
     so a wrong one would make it hang. Therefore it is used only if it has run on this kind of GPU.
+    part: tokens of a segment, or 0, or None for a kernel with one program for each chunk.
     tile: BT, BK, BV and others, such as GROUPS if a program computes GROUPS times BV columns.
     """
     columns = tile.get("BV", problem.V) * tile.get("GROUPS", 1)
@@ -406,8 +408,9 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: d
             or problem.invariant or problem.portable
             or not problem.T or problem.K not in (64, 128) or problem.V % columns):
         return None
-    grid, span = numbered(problem, part) * problem.H * (problem.V // columns), tile["BT"] * problem.H
+    chunks, span = problem.T // tile["BT"] if part is None else 1, tile["BT"] * problem.H
+    grid = numbered(problem, part or 0) * chunks * problem.H * (problem.V // columns)
     launch = Launch(kernel, (grid,), 4, 1, tuple(tile.items()), shared, span * max(problem.K, problem.V),
-                    traits_of(problem, OVERLAPPED), part)
+                    traits_of(problem, OVERLAPPED), part or 0)
     long = problem.trial or problem.T >= BUSY
     return launch if long and may_start(launch, problem, target) else None

@@ -212,8 +212,8 @@ def writes(part: gluon_on_cpu.Shared, program: gluon_on_cpu.Program) -> None:
 def test_inverses_of_chunks(kind: str) -> None:
     """The inverses agree with float64, even if keys resemble each other or gates forget everything."""
     draw = torch.Generator().manual_seed(0)
-    rows, HV, K = 128, 2, 64
-    k = torch.randn(rows, 1, K, generator=draw)
+    rows, H, HV, K = 128, 2, 4, 64
+    k = torch.randn(rows, H, K, generator=draw)
     if kind == "alike":
         k = 0.05 * k + torch.randn(K, generator=draw)
     k, beta = F.normalize(k, dim=-1).bfloat16(), torch.rand(rows, HV, generator=draw) + 0.5
@@ -221,13 +221,13 @@ def test_inverses_of_chunks(kind: str) -> None:
     G = g.view(HV, 2, 64).cumsum(-1).view(HV, rows)
     A, A_low = (torch.full((rows, HV, 64), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     betas, gated = torch.full((HV, rows), torch.nan), kind != "no gate"
-    emulate(delta_overlapped_inverse, 4, dict(
-        k=k, beta=beta, G=G if gated else None, A=A, A_low=A_low, betas=betas, H=1, HV=HV, R=rows, rows=rows,
+    emulate(delta_overlapped_inverse, 2 * HV, dict(
+        k=k, beta=beta, G=G if gated else None, A=A, A_low=A_low, betas=betas, H=H, HV=HV, R=rows, rows=rows,
         BT=64, BK=K, REGISTERS=0, DECAY=2 * gated))
     assert torch.equal(betas, beta.T)
     for head in range(HV):
         for chunk in (slice(0, 64), slice(64, 128)):
-            keys, sums = k[chunk, 0].double(), G[head, chunk].double()
+            keys, sums = k[chunk, head // 2].double(), G[head, chunk].double()
             M = beta[chunk, head].double()[:, None] * (keys @ keys.T)
             if gated:
                 M = M * (sums[:, None] - sums[None, :]).clamp(max=0).exp2()

@@ -79,6 +79,24 @@ def test_kernels_in_gluon_of_delta_rules_have_run(T: int, H: int, backward: bool
     assert ({"delta_facts", "dplr_windows", "delta_overlapped_alone"} <= names) == split
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_trial_leaves_out_a_kernel_that_is_known_to_fail(backward: bool) -> None:
+    """The kernel of inverses does not compile with Triton 3.9; the other kernels in Gluon are still tried."""
+    machine = "H200,triton=3.9.0"
+    names = kernels(4096, 128, ("g",), backward, machine, op="chunk_gated_delta_rule")
+    assert {"delta_inverse", "delta_overlapped"} <= names and "delta_overlapped_inverse" not in names
+    assert ("delta_overlapped_back" in names) == backward
+
+
+@pytest.mark.parametrize(("T", "H"), [(4096, 128), (32768, 8)])
+def test_kernels_of_chunks_have_one_program_for_each_chunk_and_head(T: int, H: int) -> None:
+    found = flashlin.Problem("chunk_gated_delta_rule", "delta", "chunk", 1, T, H, 128, 128, 1,
+                             dtype="bfloat16", needs_grad=True, options=("g",))
+    plan = dispatch.plan(found, parse("H200,triton=3.6.0"), Policy(canary="trial"))
+    for kernel in ("delta_overlapped_inverse", "delta_overlapped_grads"):
+        assert plan.launch(kernel).grid == (T // 64 * H,)
+
+
 def test_two_warps_compute_half_as_many_columns_and_channels() -> None:
     found = flashlin.Problem("chunk_kda", "dplr", "chunk", 1, 32768, 8, 128, 128, 1, dtype="bfloat16",
                              needs_grad=True, options=COMPUTED)

@@ -1,6 +1,6 @@
 """The forward scan of ``forward.py`` for Hopper, in Gluon: loads, products and stores overlap.
 
-This module is imported only if a plan uses its kernel, because Gluon came with Triton 3.5.
+This module is imported only if a plan uses a Gluon kernel of this family, because Gluon came with Triton 3.5.
 
 A chunk needs a chain of three products: k h, A y, and the update of the state. All matrices are transposed
 here, so that the result of each product is in registers as the left operand of the next one:

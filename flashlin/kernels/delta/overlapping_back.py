@@ -33,7 +33,7 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
     """Compute all chunks, from last to first, for BV columns; this is the program of a group of four warps.
 
     ``overlapping.multiply`` describes most arguments. In ``work``, dy, dstates, dht and dh0 replace o,
-    states, h0 and ht.
+    states, h0 and ht. There are no ``scored`` and ``used``. With ALONE, dy and dstates are not written.
     """
     dy, dstates, dht, dh0, weights_of, dy_of, states_of, scale = work
     v0, v_column, row0, entering, leaving, table, step, chunks = place

@@ -94,7 +94,8 @@ def beside(a, b, WIDE: gl.constexpr):
 def scaled(x, betas, sums, i: gl.constexpr, DECAY: gl.constexpr):
     """Return columns 16 i to 16 i + 15 of M below the diagonal blocks, given the products x of the keys.
 
-    The cumulative decay at the last of these columns splits each decay into two factors, each at most 1.
+    The cumulative decay at the last of these columns splits each decay into two factors. Both are at most 1
+    in rows below, if no log decay is positive.
     """
     rows: gl.constexpr = gl.SliceLayout(1, NARROW)
     if DECAY == 0:

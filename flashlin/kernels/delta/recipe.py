@@ -13,7 +13,6 @@ from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 
-FACTS_WARPS = 2  # warps of delta_facts; 1 and 4 were slower (benchmarks/notes/delta-rule.md)
 INVERSE_REGISTERS = 80  # at most so many per thread, so that six programs fit on a multiprocessor
 STAGES_BACK = 2  # chunks in the ring buffer of the Gluon reverse scan; each needs more memory than in forward
 
@@ -64,11 +63,12 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     fast = _overlapped(problem, target, part, BT)
     back = _overlapped(problem, target, part, BT, back=True) if problem.needs_grad else None
     if part:
-        alone = _overlapped_alone(problem, target, part, BT)
+        # with few programs, narrow strips of delta_alone were faster (benchmarks/notes/delta-rule.md)
+        alone = _overlapped_alone(problem, target, part, BT) if scans.many(problem, target, part) else None
         # without gradients, heads of 64 get 6 % faster or 22 % slower (benchmarks/notes/delta-rule.md)
         if alone and "g" in problem.options and (back or (not problem.needs_grad and problem.K > BLOCK)):
-            facts = scans.over_tokens("delta_facts", problem, dict(BT=BT, BK=min(64, wide)),
-                                      num_warps=FACTS_WARPS)
+            # 1 and 4 warps were slower (benchmarks/notes/delta-rule.md)
+            facts = scans.over_tokens("delta_facts", problem, dict(BT=BT, BK=min(64, wide)), num_warps=2)
             windows = scans.windows_launch(problem, target, part, BT)
             kernels += [facts, windows] if windows and scans.ran([facts], problem, target) else []
         kernels += [alone or walk("delta_alone", states),
@@ -106,50 +106,47 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
 
 def _overlapped_alone(problem: Problem, target: Target, part: int, BT: int) -> Launch | None:
-    """Return the launch of the first step of split sequences in Gluon, or None if it cannot be used.
-
-    With few programs, narrow strips of ``delta_alone`` were faster (benchmarks/notes/delta-rule.md).
-    """
-    if BT != BLOCK or "p" in problem.options or not scans.many(problem, target, part):
-        return None
+    """Return the launch of the first step of split sequences in Gluon, or None if it cannot be used."""
     K, BV = problem.K, 64
     groups = 1 if problem.V % (2 * BV) else 2
     tile = {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": scans.STAGES}
     slot = 2 * BT * (K + 2 * BT + groups * BV) + 4 * BT * 5
-    return scans.overlapped("delta_overlapped_alone", problem, target, part, tile, scans.STAGES * slot + 1024)
+    return _in_gluon("delta_overlapped_alone", problem, target, part, tile, scans.STAGES * slot + 1024)
 
 
 def _overlapped_inverse(problem: Problem, target: Target, BT: int) -> Launch | None:
-    """Return the launch of the kernel of inverses in Gluon, or None if it cannot be used. It has no p."""
-    if BT != BLOCK or "p" in problem.options:
-        return None
+    """Return the launch of the kernel of inverses in Gluon, or None if it cannot be used."""
     tile = {"BT": BT, "BK": problem.K, "REGISTERS": INVERSE_REGISTERS}
     shared = 2 * BT * (2 * BT + 6 * 16) + 5120
-    return scans.overlapped("delta_overlapped_inverse", problem, target, 0, tile, shared)
+    return _in_gluon("delta_overlapped_inverse", problem, target, None, tile, shared)
 
 
 def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | None:
-    """Return the launch of the gradients' kernel in Gluon, or None if it cannot be used. It has no p."""
+    """Return the launch of the gradients' kernel in Gluon, or None if it cannot be used."""
     V, tile = problem.V, {"BT": BT, "BK": 32, "BV": problem.V}
-    if BT != BLOCK or V not in (64, 128) or "p" in problem.options:
-        return None
     shared = 2 * (3 * BT * V + 4 * 32 * (V + BT) + 2 * BT * BT) + 1024
-    return scans.overlapped("delta_overlapped_grads", problem, target, 0, tile, shared)
+    return _in_gluon("delta_overlapped_grads", problem, target, None, tile, shared) if V in (64, 128) else None
 
 
 def _overlapped(problem: Problem, target: Target, part: int, BT: int, back: bool = False) -> Launch | None:
     """Return the launch of the forward scan in Gluon, or None if it cannot be used.
 
-    It does not support p. back: True for the reverse scan instead.
+    back: True for the reverse scan instead.
     """
-    if BT != BLOCK or "p" in problem.options:
-        return None
     K, BV, groups = problem.K, 64, scans.groups_of(problem, target, part)
     slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
     stages, scores = STAGES_BACK if back else scans.STAGES, 2 * BT * BT * (groups if back else 2)
     shared = stages * slot + groups * 2 * BV * (BT + back * K) + scores + 1024
-    return scans.overlapped("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
-                            {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
+    return _in_gluon("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
+                     {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
+
+
+def _in_gluon(kernel: str, problem: Problem, target: Target, part: int | None, tile: dict[str, int],
+              shared: int) -> Launch | None:
+    """Return the launch of a kernel in Gluon, or None. These kernels need chunks of 64 tokens and no p."""
+    if tile["BT"] != BLOCK or "p" in problem.options:
+        return None
+    return scans.overlapped(kernel, problem, target, part, tile, shared)
 
 
 def two_steps(sizes: Sizes) -> Sizes:

@@ -293,7 +293,7 @@ def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | Non
     if BT != BLOCK or K not in (64, 128) or V not in (64, 128):
         return None
     shared = 2 * (3 * BT * V + 4 * BK * V + 2 * BT * (BT + BK)) + 4 * BT * BK + 1024
-    return scans.overlapped("dplr_overlapped_grads", problem, target, 0, {"BT": BT, "BK": BK, "BV": V},
+    return scans.overlapped("dplr_overlapped_grads", problem, target, None, {"BT": BT, "BK": BK, "BV": V},
                             shared)
 
 

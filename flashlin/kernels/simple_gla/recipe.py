@@ -145,9 +145,8 @@ def _overlapped_shared(problem: Problem, target: Target) -> Launch | None:
     if "gva" not in problem.options or (problem.K, problem.V) != (K, V):
         return None
     shared = 4 * (BT * K + stages * (BT + K) * V) + 4 * BT * (4 * stages + 8 + 2 * BT) + 1024
-    launch = scans.overlapped("simple_gla_overlapped_shared", problem, target, 0,
-                              {"BT": BT, "BK": K, "BV": V, "BH": HEADS, "STAGES": stages}, shared)
-    return launch and launch._replace(grid=(problem.N * (problem.T // BT) * problem.H,))
+    return scans.overlapped("simple_gla_overlapped_shared", problem, target, None,
+                            {"BT": BT, "BK": K, "BV": V, "BH": HEADS, "STAGES": stages}, shared)
 
 
 def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:
