@@ -63,19 +63,18 @@ def put_share(shares, total, parameter: tl.constexpr, share, count, cols, there,
 
 @triton.jit(do_not_specialize=["rows", "bound"])
 def pointwise_gate_backward(
-    g,  # [rows, D]
-    A_log,  # [D // K]
-    dt_bias,  # [D]
-    dy, dg,  # [rows, D]
-    shares,  # partial sums [parameters, programs, D], fp32, or None
-    bound,
-    rows,
-    D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    BOUNDED: tl.constexpr, SUMS: tl.constexpr,
+    g, A_log, dt_bias, dy, dg, shares, bound, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, SUMS: tl.constexpr,
 ):
     """Compute dg [rows, D], the gradient of the input of a gate; a head of K columns has one A_log.
 
     If SUMS, the kernel also stores the partial sums of the gradients of A_log and dt_bias in ``shares``.
+
+    g: [rows, D].
+    A_log: [D // K].
+    dt_bias: [D].
+    dy, dg: [rows, D].
+    shares: partial sums [parameters, programs, D], fp32, or None.
     """
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
@@ -114,16 +113,17 @@ def unmixed(dy, x, delta, dh, ddelta, total, first, rows, cols, there, D: tl.con
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_mix_backward(
-    delta,  # [rows, D]
-    xr, xw, xk, xv, xa, xg,  # [D]
-    dyr, dyw, dyk, dyv, dya, dyg, dh, ddelta,  # [rows, D]
-    shares,  # partial sums [parameters, programs, D], fp32, or None
-    rows,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
+    delta, xr, xw, xk, xv, xa, xg, dyr, dyw, dyk, dyv, dya, dyg, dh, ddelta, shares, rows, D: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """Compute dh and ddelta [rows, D] of a mix, whose outputs are y_i = h + delta x_i for five or six x_i.
 
     If SUMS, the kernel also stores the partial sums of the gradients of all x_i in ``shares``.
+
+    delta: [rows, D].
+    xr, xw, xk, xv, xa, xg: [D].
+    dyr, dyw, dyk, dyv, dya, dyg, dh, ddelta: [rows, D].
+    shares: partial sums [parameters, programs, D], fp32, or None.
     """
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
@@ -166,16 +166,17 @@ def pointwise_mix_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_key_backward(
-    k, a,  # [rows, D]
-    c,  # [D]
-    dy, dk, da,  # [rows, D]
-    shares,  # partial sums [parameters, programs, D], fp32, or None
-    rows,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
+    k, a, c, dy, dk, da, shares, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     """Compute dk and da [rows, D], the gradients of y = k (1 + (a - 1) c).
 
     If SUMS, the kernel also stores the partial sums of the gradient of c in ``shares``.
+
+    k, a: [rows, D].
+    c: [D].
+    dy, dk, da: [rows, D].
+    shares: partial sums [parameters, programs, D], fp32, or None.
     """
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
@@ -196,17 +197,18 @@ def pointwise_key_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_correction_backward(
-    o, r, k,  # [rows, D]
-    u,  # [D]
-    v, g, dy, do, dr, dk, dv, dg,  # [rows, D]
-    shares,  # partial sums [parameters, programs, D], fp32, or None
-    rows,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
+    o, r, k, u, v, g, dy, do, dr, dk, dv, dg, shares, rows, D: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """Compute do, dr, dk, dv and dg [rows, D], the gradients of y = (o + s v) g.
 
     s is the sum of r k u over the columns of a head. If SUMS, the kernel also stores the partial sums of the
     gradient of u in ``shares``.
+
+    o, r, k: [rows, D].
+    u: [D].
+    v, g, dy, do, dr, dk, dv, dg: [rows, D].
+    shares: partial sums [parameters, programs, D], fp32, or None.
     """
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
@@ -234,20 +236,20 @@ def pointwise_correction_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_scale_backward(
-    x,  # [rows, D]
-    s,  # [rows, D // W]
-    dy,  # [rows, D]
-    dmarks,  # [rows], fp32, or None
-    dx,  # [rows, D]
-    ds,  # [rows, D // W]
-    x_n,  # elements from one row of x to the next
-    rows,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    x, s, dy, dmarks, dx, ds, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute dx [rows, D] and ds [rows, D // W], the gradients of y = x s.
 
     A program computes BT rows of one head, which is a strip of W columns. dmarks, the gradient of the marks,
     is added to dx, and to each product x dy that ds sums.
+
+    x: [rows, D].
+    s: [rows, D // W].
+    dy: [rows, D].
+    dmarks: [rows], fp32, or None.
+    dx: [rows, D].
+    ds: [rows, D // W].
+    x_n: elements from one row of x to the next.
     """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
@@ -266,22 +268,23 @@ def pointwise_scale_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_skip_backward(
-    dy, o, x,  # [rows, D]
-    skip,  # [D // K] or None
-    z,  # [rows, D] or None
-    marks,  # [rows], fp32, or None
-    do, dx, dz,  # [rows, D]
-    dmarks,  # [rows], fp32, or None
-    shares,  # partial sums [parameters, programs, D], fp32, or None
-    x_n, z_n,  # elements from one row of x, and of z, to the next
-    rows,
-    D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
+    dy, o, x, skip, z, marks, do, dx, dz, dmarks, shares, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """Compute do, dx and dz [rows, D], the gradients of y = (o + marks + skip x) silu(z).
 
     If SUMS, the kernel also stores the partial sums of the gradient of ``skip`` in ``shares``. Without z and
     marks, do is equal to dy and is not stored. With marks, elements of do that are not finite become 0, and
     dmarks of their rows becomes NaN; the caller initialises dmarks with zeros.
+
+    dy, o, x: [rows, D].
+    skip: [D // K] or None.
+    z: [rows, D] or None.
+    marks: [rows], fp32, or None.
+    do, dx, dz: [rows, D].
+    dmarks: [rows], fp32, or None.
+    shares: partial sums [parameters, programs, D], fp32, or None.
+    x_n, z_n: elements from one row of x, and of z, to the next.
     """
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
@@ -316,18 +319,8 @@ def pointwise_skip_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_read_backward(
-    dy, o, x,  # [rows, D]
-    c,  # [rows, D // W]
-    z,  # [rows, D] or None
-    d,  # [rows, D // W]
-    do,  # [1 + rows, D]: row t is the gradient of o_{t-1}
-    dx,  # [rows, D]
-    dc,  # [rows, D // W]
-    dz,  # [rows, D] or None
-    dd,  # [rows, D // W]
-    x_n, z_n,  # elements from one row of x, and of z, to the next
-    rows,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    dy, o, x, c, z, d, do, dx, dc, dz, dd, x_n, z_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr,
 ):
     """Compute the gradients of y_t = (d_t o_{t-1} + c_t x_t) silu(z_t).
 
@@ -335,6 +328,17 @@ def pointwise_read_backward(
 
     Row t of do is the gradient of o_{t-1}, so do has one more row than o. A program computes BT rows of one
     head, which is a strip of W columns.
+
+    dy, o, x: [rows, D].
+    c: [rows, D // W].
+    z: [rows, D] or None.
+    d: [rows, D // W].
+    do: [1 + rows, D]: row t is the gradient of o_{t-1}.
+    dx: [rows, D].
+    dc: [rows, D // W].
+    dz: [rows, D] or None.
+    dd: [rows, D // W].
+    x_n, z_n: elements from one row of x, and of z, to the next.
     """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT

@@ -101,18 +101,17 @@ def opened(g, A_log, dt_bias, first, rows, cols, there, D: tl.constexpr, K: tl.c
 
 @triton.jit(do_not_specialize=["rows", "bound"])
 def pointwise_gate(
-    g,  # [rows, D]
-    A_log,  # [D // K]
-    dt_bias,  # [D]
-    y,  # [rows, D]
-    bound,
-    rows,
-    D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    g, A_log, dt_bias, y, bound, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BOUNDED: tl.constexpr,
 ):
     """Compute y = -e^A_log softplus(g + dt_bias) [rows, D]; a head of K columns has one A_log.
 
     If BOUNDED, y is bound sigmoid(e^A_log (g + dt_bias)) instead.
+
+    g: [rows, D].
+    A_log: [D // K].
+    dt_bias: [D].
+    y: [rows, D].
     """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
@@ -132,13 +131,15 @@ def mixed(h, delta, x, y, first, rows, cols, there, D: tl.constexpr, BT: tl.cons
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_mix(
-    h, delta,  # [rows, D]
-    xr, xw, xk, xv, xa, xg,  # [D]
-    yr, yw, yk, yv, ya, yg,  # [rows, D]
-    rows,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    h, delta, xr, xw, xk, xv, xa, xg, yr, yw, yk, yv, ya, yg, rows, D: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Compute the five or six outputs h + delta x_i of a mix, each [rows, D]; xg and yg may be None."""
+    """Compute the five or six outputs h + delta x_i of a mix, each [rows, D]; xg and yg may be None.
+
+    h, delta: [rows, D].
+    xr, xw, xk, xv, xa, xg: [D].
+    yr, yw, yk, yv, ya, yg: [rows, D].
+    """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     b_h = tile(h, first, rows, cols, there, D, BT)
@@ -154,13 +155,14 @@ def pointwise_mix(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_key(
-    k, a,  # [rows, D]
-    c,  # [D]
-    y,  # [rows, D]
-    rows,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    k, a, c, y, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Compute y = k (1 + (a - 1) c) [rows, D], the key of RWKV-7."""
+    """Compute y = k (1 + (a - 1) c) [rows, D], the key of RWKV-7.
+
+    k, a: [rows, D].
+    c: [D].
+    y: [rows, D].
+    """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     b_a = tile(a, first, rows, cols, there, D, BT)
@@ -170,13 +172,14 @@ def pointwise_key(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_correction(
-    o, r, k,  # [rows, D]
-    u,  # [D]
-    v, g, y,  # [rows, D]
-    rows,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    o, r, k, u, v, g, y, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Compute y = (o + s v) g [rows, D], where s is the sum of r k u over a head of W columns."""
+    """Compute y = (o + s v) g [rows, D], where s is the sum of r k u over a head of W columns.
+
+    o, r, k: [rows, D].
+    u: [D].
+    v, g, y: [rows, D].
+    """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     s = tl.sum(tile(r, first, rows, cols, there, D, BT) * tile(k, first, rows, cols, there, D, BT)
@@ -219,17 +222,17 @@ def contained(value, marks, stored, first, rows, there, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_scale(
-    x,  # [rows, D]
-    s,  # [rows, D // W]
-    marks,  # [rows], fp32, or None
-    y,  # [rows, D]
-    x_n,  # elements from one row of x to the next
-    rows,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    x, s, marks, y, x_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute y = x s [rows, D], where s has one element for each row and head of W columns.
 
     With marks, elements that are not finite become 0, and the marks of their rows become NaN.
+
+    x: [rows, D].
+    s: [rows, D // W].
+    marks: [rows], fp32, or None.
+    y: [rows, D].
+    x_n: elements from one row of x to the next.
     """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
@@ -243,18 +246,19 @@ def pointwise_scale(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_skip(
-    o, x,  # [rows, D]
-    skip,  # [D // K] or None
-    z,  # [rows, D] or None
-    marks,  # [rows], fp32, or None
-    y,  # [rows, D]
-    x_n, z_n,  # elements from one row of x, and of z, to the next
-    rows,
-    D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    o, x, skip, z, marks, y, x_n, z_n, rows, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute y = (o + marks + skip x) silu(z) [rows, D]; K columns share an element of skip.
 
     Marks are 0 or NaN for each row. If marks, skip or z is None, its term or factor is absent.
+
+    o, x: [rows, D].
+    skip: [D // K] or None.
+    z: [rows, D] or None.
+    marks: [rows], fp32, or None.
+    y: [rows, D].
+    x_n, z_n: elements from one row of x, and of z, to the next.
     """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
@@ -283,18 +287,18 @@ def above(x, d, first, cols, there, D: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_read(
-    o, x,  # [rows, D]
-    c,  # [rows, D // W]
-    z,  # [rows, D] or None
-    d,  # [rows, D // W]
-    y,  # [rows, D]
-    x_n, z_n,  # elements from one row of x, and of z, to the next
-    rows,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    o, x, c, z, d, y, x_n, z_n, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Compute y_t = (d_t o_{t-1} + c_t x_t) silu(z_t) for all rows t, [rows, D].
 
     c and d have one element for each row and head of W columns. Without z, the factor silu(z_t) is absent.
+
+    o, x: [rows, D].
+    c: [rows, D // W].
+    z: [rows, D] or None.
+    d: [rows, D // W].
+    y: [rows, D].
+    x_n, z_n: elements from one row of x, and of z, to the next.
     """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT

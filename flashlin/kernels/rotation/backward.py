@@ -71,28 +71,9 @@ def heads_of(G, H, S, shares):
 
 @triton.jit(do_not_specialize=["T", "N", "G", "H", "S", "shares", "rows"])
 def turn_back(
-    q, k,  # [rows, G, K]
-    q_bias, k_bias,  # [H, K]
-    weight,  # [rows, H]
-    angle,  # [rows, H, R], fp32
-    dq_turned,  # [rows, H, K]: row t is for the q of token t + 1
-    dk_turned,  # [rows, H, K]
-    dq_first, dk_last,  # [N, H, K] or None
-    dalike,  # [rows, H] or None
-    dangle,  # [rows, H, R] or None
-    dq, dk,  # [shares, rows, G, K], fp32
-    dweight,  # [rows, H], fp32
-    dtheta,  # [rows, H, R], fp32
-    dq_bias, dk_bias,  # [slots, H, K], fp32
-    table,  # [slots, H, R], fp64
-    bounds,  # [N + 1] or None
-    T, N,
-    G,  # number of groups
-    H,
-    S,  # programs per sequence, group and slice of heads
-    shares,  # slices of a group's heads
-    rows,
-    K: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
+    q, k, q_bias, k_bias, weight, angle, dq_turned, dk_turned, dq_first, dk_last, dalike, dangle, dq, dk,
+    dweight, dtheta, dq_bias, dk_bias, table, bounds, T, N, G, H, S, shares, rows, K: tl.constexpr,
+    R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Compute the gradients that pass through the rotated channels.
 
@@ -103,6 +84,25 @@ def turn_back(
     dtheta: gradients of the accumulated angles.
     dq_bias, dk_bias: gradients of the biases, one entry per chunk.
     table: the sum of dtheta over each chunk.
+
+    q, k: [rows, G, K].
+    q_bias, k_bias: [H, K].
+    weight: [rows, H].
+    angle: [rows, H, R], fp32.
+    dq_turned: [rows, H, K]: row t is for the q of token t + 1.
+    dk_turned: [rows, H, K].
+    dq_first, dk_last: [N, H, K] or None.
+    dalike: [rows, H] or None.
+    dangle: [rows, H, R] or None.
+    dq, dk: [shares, rows, G, K], fp32.
+    dweight: [rows, H], fp32.
+    dtheta: [rows, H, R], fp32.
+    dq_bias, dk_bias: [slots, H, K], fp32.
+    table: [slots, H, R], fp64.
+    bounds: [N + 1] or None.
+    G: number of groups.
+    S: programs per sequence, group and slice of heads.
+    shares: slices of a group's heads.
     """
     n, i_g, part, share, begin, end = heads_of(G, H, S, shares)
     first, length = sequence_of(n, bounds, T, VARLEN)
@@ -188,29 +188,29 @@ def with_rest(x, d, at, row, K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "G", "H", "S", "shares", "rows"])
 def turn_back_rest(
-    q, k,  # [rows, G, K]
-    q_bias, k_bias,  # [H, K]
-    weight,  # [rows, H]
-    dq_turned,  # [rows, H, K]: row t is for the q of token t + 1
-    dk_turned,  # [rows, H, K]
-    dq_first, dk_last,  # [N, H, K] or None
-    dalike,  # [rows, H] or None
-    dq, dk,  # [shares, rows, G, K], fp32
-    dweight_rest,  # [rows, H], fp32
-    dq_bias, dk_bias,  # [slots, H, K], fp32
-    bounds,  # [N + 1] or None
-    T, N,
-    G,  # number of groups
-    H,
-    S,  # programs per sequence, group and slice of heads
-    shares,  # slices of a group's heads
-    rows,
-    K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, VARLEN: tl.constexpr,
+    q, k, q_bias, k_bias, weight, dq_turned, dk_turned, dq_first, dk_last, dalike, dq, dk, dweight_rest,
+    dq_bias, dk_bias, bounds, T, N, G, H, S, shares, rows, K: tl.constexpr, BT: tl.constexpr,
+    BR: tl.constexpr, BX: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Compute the gradients that pass through the channels that are not rotated.
 
     It stores the same gradients as ``turn_back``, except for those of the angles. The gradients of the
     weights go to ``dweight_rest`` and are added later.
+
+    q, k: [rows, G, K].
+    q_bias, k_bias: [H, K].
+    weight: [rows, H].
+    dq_turned: [rows, H, K]: row t is for the q of token t + 1.
+    dk_turned: [rows, H, K].
+    dq_first, dk_last: [N, H, K] or None.
+    dalike: [rows, H] or None.
+    dq, dk: [shares, rows, G, K], fp32.
+    dweight_rest: [rows, H], fp32.
+    dq_bias, dk_bias: [slots, H, K], fp32.
+    bounds: [N + 1] or None.
+    G: number of groups.
+    S: programs per sequence, group and slice of heads.
+    shares: slices of a group's heads.
     """
     n, i_g, part, share, begin, end = heads_of(G, H, S, shares)
     first, length = sequence_of(n, bounds, T, VARLEN)
@@ -248,23 +248,24 @@ def turn_back_rest(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "S"])
 def turn_finish(
-    angles,  # [rows, H, R]
-    step,  # [rows, H]
-    dtheta,  # [rows, H, R], fp32
-    carried,  # [slots, H, R], fp64
-    dangles,  # [rows, H, R], fp32
-    dstep,  # [rows, H], fp32
-    dbegan,  # [N, H, R], fp32, or None
-    bounds,  # [N + 1] or None
-    T, N, H,
-    S,  # programs per sequence and head
-    R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
+    angles, step, dtheta, carried, dangles, dstep, dbegan, bounds, T, N, H, S, R: tl.constexpr,
+    BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Compute the gradients of the raw angles, the steps and the initial angles from ``dtheta``.
 
     dtheta: gradients of the accumulated angles.
     carried: sum of dtheta over all later chunks, for each chunk.
     dangles, dstep, dbegan: receive the gradients.
+
+    angles: [rows, H, R].
+    step: [rows, H].
+    dtheta: [rows, H, R], fp32.
+    carried: [slots, H, R], fp64.
+    dangles: [rows, H, R], fp32.
+    dstep: [rows, H], fp32.
+    dbegan: [N, H, R], fp32, or None.
+    bounds: [N + 1] or None.
+    S: programs per sequence and head.
     """
     program = tl.program_id(0)
     i_h = program % H

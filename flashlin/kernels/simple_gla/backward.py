@@ -76,24 +76,24 @@ from flashlin.kernels.tile_ops import (
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_dq(
-    k,  # [rows, H // GROUP, K]
-    v, do,  # [rows, H, V]
-    G,  # [H, R], fp32
-    gamma,  # [H]
-    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
-    dq,  # [rows, H, K]
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, R, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, do, G, gamma, h0, dq, bounds, scale, T, N, H, R, L, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr,
+    V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Compute dq for decays that need no gradient, by a scan over the chunks.
 
     One program computes BK channels of one head.
 
     h0: the states that enter the sequences or, if these are split, the segments.
+
+    k: [rows, H // GROUP, K].
+    v, do: [rows, H, V].
+    G: [H, R], fp32.
+    gamma: [H].
+    h0: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K].
+    dq: [rows, H, K].
+    bounds: [N + 1] or None.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
@@ -135,24 +135,24 @@ def simple_gla_dq(
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_dk(
-    q,  # [rows, H // GROUP, K]
-    v, do,  # [rows, H, V]
-    G,  # [H, R], fp32
-    gamma,  # [H]
-    dht,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
-    dk,  # [rows, H, K]
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, R, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    q, v, do, G, gamma, dht, dk, bounds, scale, T, N, H, R, L, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr,
+    V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Compute dk for decays that need no gradient, by a scan over the chunks from the last to the first.
 
     One program computes BK channels of one head.
 
     dht: gradients of the states that leave the sequences or, if these are split, the segments.
+
+    q: [rows, H // GROUP, K].
+    v, do: [rows, H, V].
+    G: [H, R], fp32.
+    gamma: [H].
+    dht: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K].
+    dk: [rows, H, K].
+    bounds: [N + 1] or None.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
@@ -232,27 +232,27 @@ def dstate_at(dstates, rest, tails, n, first, t0, length, i_h, H, k0, v0, K: tl.
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_dv(
-    q, k,  # [rows, H // GROUP, K]
-    do,  # [rows, H, V]
-    G,  # [H, R], fp32
-    gamma,  # [H]
-    dht,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
-    dv,  # [rows, H, V]
-    dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
-    dstates,  # receives the gradients of states, see dstate_at; or None
-    rest, tails,  # with SIDE, memory for gradients of states in addition to dstates, see dstate_at
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, R, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SIDE: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
-    V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+    q, k, do, G, gamma, dht, dv, dh0, dstates, rest, tails, bounds, scale, T, N, H, R, L, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIDE: tl.constexpr,
+    DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute dv and dh0 by a scan over the chunks from the last to the first.
 
     One program computes BV columns of one head. If ``dstates`` is given, it also stores the gradient of the
     state that leaves each chunk (see ``dstate_at``).
+
+    q, k: [rows, H // GROUP, K].
+    do: [rows, H, V].
+    G: [H, R], fp32.
+    gamma: [H].
+    dht: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K].
+    dv: [rows, H, V].
+    dh0: [N, H, K, V] or, with V_FIRST, [N, H, V, K].
+    dstates: receives the gradients of states, see dstate_at; or None.
+    rest, tails: with SIDE, memory for gradients of states in addition to dstates, see dstate_at.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -302,21 +302,21 @@ def simple_gla_dv(
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L"])
 def simple_gla_states(
-    k,  # [rows, H // GROUP, K]
-    v,  # [rows, H, V]
-    G,  # [H, R], fp32
-    gamma,  # [H]
-    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
-    states,  # [slots, H, K, V], one entry per chunk
-    bounds,  # [N + 1] or None
-    T, N, H, R, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, G, gamma, h0, states, bounds, T, N, H, R, L, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Recompute the state that enters each chunk and store it into ``states``.
 
     One program computes BV columns of one head's state.
+
+    k: [rows, H // GROUP, K].
+    v: [rows, H, V].
+    G: [H, R], fp32.
+    gamma: [H].
+    h0: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K].
+    states: [slots, H, K, V], one entry per chunk.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -400,19 +400,9 @@ def grads_of_chunk(q, k, v, do, G, states, dstates, rest, tails, dq, dk, dg, sca
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
 def simple_gla_grads(
-    q, k,  # [rows, H, K]
-    v, do,  # [rows, H, V]
-    G,  # [H, R], fp32
-    states,  # [slots, H, K, V], one entry per chunk
-    dstates, rest, tails,  # where the gradients of states are stored, see dstate_at
-    dq, dk,  # [rows, H, K]
-    dg,  # [rows, H], fp32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, R, S,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SIDE: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, do, G, states, dstates, rest, tails, dq, dk, dg, bounds, scale, T, N, H, R, S, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute dq, dk and dg of all chunks.
 
@@ -422,6 +412,15 @@ def simple_gla_grads(
     states: the states that enter the chunks.
     dstates: the gradients of the states that leave the chunks. With SIDE they are spread over dq (dstates),
         dk (rest) and tails, see ``dstate_at``.
+
+    q, k: [rows, H, K].
+    v, do: [rows, H, V].
+    G: [H, R], fp32.
+    states: [slots, H, K, V], one entry per chunk.
+    dstates, rest, tails: where the gradients of states are stored, see dstate_at.
+    dq, dk: [rows, H, K].
+    dg: [rows, H], fp32.
+    bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
     i_h = program % H
@@ -534,16 +533,8 @@ def grads_of_share(q, k, v, do, G, states, dstates, dq, dk, dg, scale, n, first,
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
 def simple_gla_shared(
-    q, k,  # [rows, H // GROUP, K]
-    v, do,  # [rows, H, V]
-    G,  # [H, R], fp32
-    states, dstates,  # [slots, H, K, V], one entry per chunk
-    dq, dk,  # [rows, slices of heads, K]
-    dg,  # [rows, H, NK], fp32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, R, S,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+    q, k, v, do, G, states, dstates, dq, dk, dg, bounds, scale, T, N, H, R, S, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -556,6 +547,14 @@ def simple_gla_shared(
 
     states: the states that enter the chunks.
     dstates: the gradients of the states that leave the chunks.
+
+    q, k: [rows, H // GROUP, K].
+    v, do: [rows, H, V].
+    G: [H, R], fp32.
+    states, dstates: [slots, H, K, V], one entry per chunk.
+    dq, dk: [rows, slices of heads, K].
+    dg: [rows, H, NK], fp32.
+    bounds: [N + 1] or None.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     SHARES: tl.constexpr = (GROUP + BH - 1) // BH
