@@ -53,10 +53,10 @@ _own = threading.local()  # program, random choices and unfinished work of this 
 
 
 class Program:
-    """A program of a kernel, with what its threads share."""
+    """A program of a kernel, with what its threads share. number, of: its number among so many programs."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.failed = number, False
+    def __init__(self, number: int, of: int = 1) -> None:
+        self.number, self.of, self.failed = number, of, False
         self.barriers: list[Barrier] = []
         self.unfenced: dict[int, list[range]] = {}  # thread -> addresses of shared memory that it wrote
 
@@ -78,13 +78,19 @@ def _value(x: Any) -> Tensor:
     return torch.as_tensor(x).as_subclass(Value)
 
 
+def _memory(x: Tensor) -> Tensor:
+    """Return the memory of x in one dimension. x is contiguous, or the last part of each row of such a tensor."""
+    if not x.is_contiguous() and not (len(x) and x[0].is_contiguous()):
+        raise ValueError("a pointer to a tensor that is not contiguous")
+    size = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    return x.as_strided((size if x.numel() else 0,), (1,))
+
+
 class Pointer:
-    """A pointer to elements of a contiguous tensor, as ``gl.load`` and ``gl.store`` take it."""
+    """A pointer to elements of a tensor, as ``gl.load`` and ``gl.store`` take it."""
 
     def __init__(self, x: Tensor, at: Any = 0) -> None:
-        if not x.is_contiguous():
-            raise ValueError("a pointer to a tensor that is not contiguous")
-        self.x, self.at, self.dtype = x.view(-1), at, SimpleNamespace(element_ty=x.dtype)
+        self.x, self.at, self.dtype = _memory(x), at, SimpleNamespace(element_ty=x.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.x, self.at + offset)
@@ -106,7 +112,7 @@ class Matrix:
     """A tensor descriptor: a tensor as a matrix, whose blocks TMA moves."""
 
     def __init__(self, x: Tensor, rows: int, columns: int, size: tuple[int, int]) -> None:
-        self.x, self.dtype, self.layout = x.view(-1)[:rows * columns].view(rows, columns), x.dtype, None
+        self.x, self.dtype, self.layout = _memory(x)[:rows * columns].view(rows, columns), x.dtype, None
         self.size = size
 
     def block(self, at: Sequence[Any], other: Shared) -> Tensor:
@@ -187,6 +193,8 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         return Shared(self.x.view(-1).view(dtype).view(*shape))
+
+    reinterpret = _reinterpret  # its name since Triton 3.9
 
     def load(self, layout: Any = None) -> Tensor:
         return _value(self.x.clone())
@@ -381,6 +389,7 @@ GL = SimpleNamespace(
     float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, int64=torch.int64,
     join=lambda x, y: _value(torch.stack((x, y), -1)), split=lambda x: x.unbind(-1),
     program_id=lambda axis: _value(_own.program.number), static_range=range, load=_load, store=_store,
+    num_programs=lambda axis: _value(_own.program.of),
     arange=lambda begin, end, layout=None: _value(torch.arange(begin, end)),
     zeros=lambda shape, dtype, layout=None: _value(torch.zeros(shape, dtype=dtype)),
     zeros_like=torch.zeros_like, convert_layout=lambda x, layout: x.clone(),
@@ -437,7 +446,7 @@ def emulate(kernel: Any, programs: int, arguments: dict[str, Any], seed: int = 0
         kernel = kernel.kernel
     with _in_python(kernel.fn.__module__), torch.no_grad():
         for number in range(programs):
-            program = Program(number)
+            program = Program(number, programs)
             _begin(program, seed + number)
             kernel.fn(**given)
             _end()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ import flashlin
 from flashlin import dispatch
 from flashlin.compat.subprocesses import channel
 from flashlin.kernels import scans
+from flashlin.kernels.delta import backward
+from flashlin.kernels.delta.backward import MUCH
 from flashlin.kernels.delta.reference import recurrence
 
 decays = F.logsigmoid
@@ -73,10 +76,11 @@ def mamba2(device: torch.device, gradients: bool = False, T: int = 192, H: int =
 
 def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int = 128, V: int = 0,
           HV: int = 4, gated: bool = True, state: bool = False, v_first: bool = False,
-          dtype: torch.dtype = torch.bfloat16, shift: int = 0, long_keys: bool = False,
+          dtype: torch.dtype = torch.bfloat16, shift: int = 0, long_keys: bool = False, much: int = MUCH,
           gradients: bool = False, oracle: bool = False) -> list[torch.Tensor]:
     """Call a delta rule; return o and any final state, or the gradients of the inputs.
 
+    much: bytes of a table of states from which backward has two parts of the time axis.
     shift: as in ``sequences``.
     long_keys: the first head has longer keys, all in the same direction. Each token multiplies the state in
         that direction by -2.2, so the head's sequence cannot be split into segments. Its values are zero
@@ -109,7 +113,8 @@ def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int 
         op = flashlin.chunk_gated_delta_rule if gated else flashlin.chunk_delta_rule
         facts = {"state_v_first": True} if v_first else {}
         return [y for y in op(**x, output_final_state=state, **facts) if y is not None]
-    return pulled(call, [*x.values()]) if gradients else call()
+    with mock.patch.object(backward, "MUCH", much):
+        return pulled(call, [*x.values()]) if gradients else call()
 
 
 def channels(op: str, device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int = 128, V: int = 0,
@@ -196,6 +201,8 @@ LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
     "delta, a head that is not split": partial(delta, T=384, gated=False, long_keys=True),
     "delta, a head that is not split, gradients": partial(delta, T=384, gated=False, long_keys=True,
                                                           gradients=True),
+    "gated delta, two parts of the time axis, gradients": partial(delta, T=448, H=48, HV=48, D=64, state=True,
+                                                                  much=0, gradients=True),
     "KDA, as in its layer, many chunks, gradients": partial(channels, "chunk_kda", T=1024, layer=True,
                                                             state=True, gradients=True),
     "gated delta, many chunks, not aligned, gradients": partial(delta, T=1024, state=True, shift=1,

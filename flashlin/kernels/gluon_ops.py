@@ -15,6 +15,17 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def reinterpreted(x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """Return a view of shared memory with another dtype, shape and layout."""
+    if REINTERPRET:
+        return x.reinterpret(dtype, shape, layout)
+    else:
+        return x._reinterpret(dtype, shape, layout)
+
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr, READERS: gl.constexpr):

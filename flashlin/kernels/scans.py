@@ -54,9 +54,12 @@ def operand_bytes(problem: Problem) -> int:
     return 4 if operands_of(problem) == "float32" else 2
 
 
-def cumsum_launch(problem: Problem, BT: int = BLOCK) -> Launch:
-    """Return the launch of the kernel that sums the decays of heads within blocks of BT tokens."""
-    return over_tokens("gate_cumsum", problem, dict(BT=BT, BH=HEADS), columns=-(-problem.H // HEADS))
+def cumsum_launch(problem: Problem, BT: int = BLOCK, kernel: str = "gate_cumsum") -> Launch:
+    """Return the launch of the kernel that sums the decays of heads within blocks of BT tokens.
+
+    kernel: another kernel with the same tile.
+    """
+    return over_tokens(kernel, problem, dict(BT=BT, BH=HEADS), columns=-(-problem.H // HEADS))
 
 
 def channel_sums_launch(problem: Problem, BT: int) -> Launch:

@@ -38,7 +38,7 @@ def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
 
 
 FAMILY = Chunked("delta", inputs.Inputs, {
-    **QKV, "beta": Argument(("B", "T", "HV"), wide=True,
+    **QKV, "beta": Argument(("B", "T", "HV"), wide=True, either=True,
                             hint=" (a beta per value channel needs fused_recurrent)"),
     "g": Argument(("B", "T", "HV"), wide=True, optional=True),
     "p": Argument(("B", "T", "H", "K"), optional=True)},

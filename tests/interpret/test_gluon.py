@@ -44,6 +44,8 @@ CALLS: dict[str, tuple[str, Callable[..., list[torch.Tensor]]]] = {
     "delta, gradients": ("delta_overlapped_back", partial(delta, **ONE, v_first=True, gradients=True)),
     "delta of grouped heads, gradients": ("delta_overlapped_grads", partial(
         delta, **{**ONE, "HV": 2, "D": 128}, V=64, gradients=True)),
+    "delta, two parts of the time axis, gradients": ("delta_overlapped_grads", partial(
+        delta, **{**ONE, "B": 2}, much=0, gradients=True)),
     "delta of segments": ("delta_overlapped_alone delta_overlapped_inverse", partial(
         delta, **{**ONE, "T": 1152, "HV": 2})),
     "KDA": ("dplr_overlapped", partial(channels, "chunk_kda", **{**ONE, "HV": 2}, V=128)),
@@ -220,11 +222,10 @@ def test_inverses_of_chunks(kind: str) -> None:
     g = -torch.rand(HV, rows, generator=draw) * {"alike": 0.01, "forgetting": 126.0}.get(kind, 1.0)
     G = g.view(HV, 2, 64).cumsum(-1).view(HV, rows)
     A, A_low = (torch.full((rows, HV, 64), torch.nan, dtype=torch.bfloat16) for _ in range(2))
-    betas, gated = torch.full((HV, rows), torch.nan), kind != "no gate"
+    gated = kind != "no gate"
     emulate(delta_overlapped_inverse, 2 * HV, dict(
-        k=k, beta=beta, G=G if gated else None, A=A, A_low=A_low, betas=betas, H=H, HV=HV, R=rows, rows=rows,
-        BT=64, BK=K, REGISTERS=0, DECAY=2 * gated))
-    assert torch.equal(betas, beta.T)
+        k=k, betas=beta.T.contiguous(), G=G if gated else None, A=A, A_low=A_low, H=H, HV=HV, shared=2,
+        T=rows, N=1, R=rows, rows=rows, BT=64, BK=K, REGISTERS=0, DECAY=2 * gated))
     for head in range(HV):
         for chunk in (slice(0, 64), slice(64, 128)):
             keys, sums = k[chunk, head // 2].double(), G[head, chunk].double()

@@ -27,6 +27,10 @@ later tokens. To avoid differences of large sums, it leaves out pairs i = j, and
 <h, dh>.
 """
 
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -51,6 +55,9 @@ from flashlin.kernels.tile_ops import (
     tile,
     zero_gaps,
 )
+
+MUCH = 3 * 2**26  # bytes of a table of states from which the time axis has two parts, to save memory
+IN_TIME = ("q", "k", "v", "A", "u", "dy", "do", "betas", "G", "dq", "dk", "dv", "dbeta", "dg")  # [_, T, ...]
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -317,6 +324,51 @@ def delta_grads(
                        BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
+def tables(batch: Batch, part: dict[str, Any], parted: bool, BT: int) -> int:
+    """Make the tables ``states`` and ``dstates``, with one entry for each chunk, and store them in part.
+
+    Return the number of tokens of the first part of the time axis. Normally this is T. If the tables are
+    large and parted is True, it is a third. Then the first part of ``states`` has its own memory, and the second
+    part overwrites it and the first part of ``dstates``, which is not needed any longer.
+
+    part: the arguments that all launches of a slice share, see ``Batch.parts``.
+    """
+    N, like = part["N"], (batch.HV, batch.K, batch.V)
+    T: int = batch.T
+    tokens, part["whole"], part["entries"] = T, T, T // BT + 1
+    if parted and part["slots"] * math.prod(like) * part["v"].element_size() > MUCH:
+        tokens = -(-T // (3 * BT)) * BT
+    if tokens == T:
+        part["dstates"] = part["v"].new_empty(part["slots"], *like)
+    else:
+        part["entries"] = (T + tokens) // BT
+        part["slots"] = N * part["entries"] - tokens // BT
+        part["states"] = part["v"].new_empty(N * part["entries"], *like)
+        part["dstates"] = part["states"][tokens // BT:]
+    return tokens
+
+
+def in_time(batch: Batch, part: dict[str, Any], tokens: int, BT: int, v_first: bool) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of the kernels that restore states and compute gradients, for each part of time.
+
+    ``ht`` carries the states from the first part to the second. It is None if there is only one part.
+
+    tokens: tokens of the first part, see ``tables``. v_first: the layout of states.
+    """
+    T, HV, K, V = batch.T, batch.HV, batch.K, batch.V
+    part["ht"] = None
+    if tokens == T:
+        part["states"] = torch.empty_like(part["dstates"])
+        yield part
+        return
+    part["ht"] = part["v"].new_empty(part["N"], HV, *((V, K) if v_first else (K, V)), dtype=torch.float32)
+    yield {**part, "T": tokens, "S": tokens // BT}
+    later = {name: part[name][:, tokens:] for name in IN_TIME}
+    yield {**part, **later, "T": T - tokens, "S": (T - tokens) // BT, "rows": part["rows"] - tokens,
+           "h0": part["ht"], "dstates": part["dstates"][tokens // BT:],
+           "slots": part["slots"] - tokens // BT}
+
+
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
                     needs: frozenset[str], A: torch.Tensor, A_low: torch.Tensor | None,
                     lines: torch.Tensor) -> dict[str, torch.Tensor | None]:
@@ -341,30 +393,33 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     if OVERLAPPED in reversing.traits:
         from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
         kernel, backwards = delta_overlapped_back, short
+    overlapped, BT = OVERLAPPED in finishing.traits, finishing.block("BT")
+    parted = OVERLAPPED in finishing.traits & restoring.traits & reversing.traits and not batch.split
     for part in batch.parts(reversing, **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
                             R=lines.shape[2]):
         part["betas"], part["G"] = columns(lines, part)
-        if OVERLAPPED in finishing.traits | reversing.traits:
+        if overlapped or OVERLAPPED in reversing.traits:
             part["do"] = part["do"].to(x.v.dtype)  # these kernels load tensors of one dtype
-        for name in ("u", "dy"):
-            part[name] = torch.empty_like(part["v"])
-        for name in ("states", "dstates"):
-            part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
+        part["dy"] = part["dv"] if overlapped else torch.empty_like(part["v"])
+        part["u"] = part["dq"] if overlapped and K == V else torch.empty_like(part["v"])
+        tokens = tables(batch, part, parted, BT)
         enter_segments(batch, part, reverse, has_dht=dht is not None, back=True)
-        if whole and OVERLAPPED in restoring.traits:
-            from flashlin.kernels.delta.overlapping import delta_overlapped
-            batch.scan(delta_overlapped, dict(short, o=part["u"], ht=None, HAS_H0=part["h0"] is not None,
-                                              HAS_HT=False), {**part, "q": None})
-        elif whole:
-            batch.scan(delta_states, dict(scanned, HAS_H0=part["h0"] is not None), part)
         back_by_transfers(batch, part, kernel, backwards, "dy", "dstates")
         batch.scan(kernel, dict(backwards, HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None,
                                 ALONE=False), {**part, "windows_back": None})
-        programs = part["N"] * part["S"] * HV
-        if batch.T and whole and OVERLAPPED in finishing.traits:
-            from flashlin.kernels.delta.overlapping_grads import delta_overlapped_grads
-            start(finishing, delta_overlapped_grads, programs, dict(K=K, DECAY=batch.decay), part)
-        elif batch.T and whole:
-            start(finishing, delta_grads, programs, dict(constants, GAPS=batch.gaps), part)
+        for mine in in_time(batch, part, tokens, BT, how.state_v_first) if whole and batch.T else ():
+            ends = dict(HAS_H0=mine["h0"] is not None)
+            if OVERLAPPED in restoring.traits:
+                from flashlin.kernels.delta.overlapping import delta_overlapped
+                batch.scan(delta_overlapped, dict(short, **ends, o=mine["u"], HAS_HT=mine["ht"] is not None),
+                           {**mine, "q": None})
+            else:
+                batch.scan(delta_states, dict(scanned, **ends), mine)
+            programs = mine["N"] * mine["S"] * HV
+            if overlapped:
+                from flashlin.kernels.delta.overlapping_grads import delta_overlapped_grads
+                start(finishing, delta_overlapped_grads, programs, dict(K=K, DECAY=batch.decay), mine)
+            else:
+                start(finishing, delta_grads, programs, dict(constants, GAPS=batch.gaps), mine)
     zero_forgotten(grads["dg"], x.g)
     return batch.by_tensor(grads)

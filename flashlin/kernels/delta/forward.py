@@ -37,6 +37,7 @@ from flashlin.kernels.delta.parts import enter_segments
 from flashlin.kernels.delta.steps import rows_of, sums_read, written
 from flashlin.kernels.sequence_split import own_part
 from flashlin.kernels.tile_ops import (
+    LOG2_E,
     decays,
     first_slot,
     put,
@@ -47,6 +48,27 @@ from flashlin.kernels.tile_ops import (
     zero_gaps,
 )
 from flashlin.kernels.triangular_inverse import lower_blocks, merge, merging, product, substitute
+
+
+@triton.jit(do_not_specialize=["R"])
+def delta_lines(beta, g, betas, G, HV, R, BT: tl.constexpr, BH: tl.constexpr, DECAY: tl.constexpr):
+    """Write betas, beta in float32, and G, like gate_cumsum, for dense sequences of whole chunks.
+
+    One program computes one chunk of BH heads.
+
+    beta, g: [rows, HV]; g may be None.
+    betas, G: [HV, R], fp32.
+    """
+    NH = (HV + BH - 1) // BH
+    program = tl.program_id(0)
+    heads = program % NH * BH + tl.arange(0, BH)[None, :]
+    rows = (program // NH).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    at = rows * HV + heads
+    to = heads.to(tl.int64) * R + rows
+    tl.store(betas + to, tl.load(beta + at, mask=heads < HV, other=0.0).to(tl.float32), mask=heads < HV)
+    if DECAY == 2:
+        x = tl.load(g + at, mask=heads < HV, other=0.0).to(tl.float32) * LOG2_E
+        tl.store(G + to, tl.cumsum(tl.where(x < -126.0, -126.0, x), 0), mask=heads < HV)
 
 
 @triton.jit
@@ -357,11 +379,15 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     for part in batch.parts(scanning, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
         n, (betas, G) = part["N"], columns(lines, part)
         part.update(betas=betas, G=G)
-        summed(plan, part["g"], part["bounds"], n, G)
         if OVERLAPPED in inverting.traits:
             from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
-            start(inverting, delta_overlapped_inverse, n * part["S"] * HV, dict(DECAY=batch.decay), part)
+            lining = plan.launch("delta_lines")
+            strips = -(-HV // lining.block("BH"))
+            start(lining, delta_lines, n * part["S"] * strips, dict(DECAY=batch.decay), part)
+            start(inverting, delta_overlapped_inverse, n * part["S"] * HV, dict(
+                DECAY=batch.decay, shared=HV // batch.H), part)
         elif batch.T:
+            summed(plan, part["g"], part["bounds"], n, G)
             scratch = torch.empty(part["slots"], HV, scanning.block("BT"), 24, dtype=torch.float32,
                                   device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(
@@ -371,7 +397,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
         if OVERLAPPED in scanning.traits:
             from flashlin.kernels.delta.overlapping import delta_overlapped
             own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
-            batch.scan(delta_overlapped, dict(own, **ends, states=None), part)
+            batch.scan(delta_overlapped, dict(own, **ends, states=None, whole=batch.T, entries=0), part)
         else:
             batch.scan(delta_scan, dict(scanned, **ends, GAPS=batch.gaps), part)
     return o, ht, A, A_low, lines

@@ -230,11 +230,12 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
     A=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
     o=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
     states=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
-@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots", "scale"])
+@gluon.jit(do_not_specialize=["T", "whole", "R", "L", "rows", "entries", "slots", "scale"])
 def delta_overlapped(
-    k, q, v, A, betas, G, h0, o, ht, states, undivided, scale, T, H, HV, R, L, rows, slots, V: gl.constexpr,
-    BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
+    k, q, v, A, betas, G, h0, o, ht, states, undivided, scale, T, whole, H, HV, R, L, rows,
+    entries, slots, V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr,
+    HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
 ):
     """Run the forward scan in Gluon: write the outputs o and the final states ht, like delta_scan.
 
@@ -250,12 +251,16 @@ def delta_overlapped(
     ht: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32.
     states: [slots, HV, K, V], one for each chunk, or None.
     undivided: [N, HV], int32, or None.
-    T: tokens of a sequence, a multiple of BT.
+    T: tokens to compute of each sequence, a multiple of BT.
+    whole: rows from a sequence to the next, at least T.
     rows: number of rows in the batch.
+    entries: entries of states for each sequence.
     slots: number of entries of states.
     """
     v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
     step = HV * BK
+    table = (row0 // BT + n * (entries - T // BT)) * step + i_h * BK
+    row0 += n * (whole - T)
     ring = ring_of(q, k, v, A, None, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES, DECAY=DECAY)
     weights = gl.allocate_shared_memory(k.dtype, [2, BT, BT], A.layout)
     written = gl.allocate_shared_memory(o.dtype, [GROUPS, BT, BV], o.layout)
@@ -264,7 +269,7 @@ def delta_overlapped(
         leaves = gl.allocate_shared_memory(k.dtype, [GROUPS, BK, BV], states.layout)
     scored, used = barriers(2, 1, GROUPS)
     work = (o, states, h0, ht, weights, written, leaves, scored, used, scale)
-    place = (v0, i_h * V + v0, row0, entering, leaving, (row0 // BT + n) * step + i_h * BK, step, chunks)
+    place = (v0, i_h * V + v0, row0, entering, leaving, table, step, chunks)
     reads, columns = (q, k, v, A, None, betas, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     line = i_h.to(gl.int64) * R + row0
     # With two groups, each thread has 168 registers at entry. Registers are assigned to four warps at a time.

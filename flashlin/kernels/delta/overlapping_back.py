@@ -131,12 +131,12 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
     A_low=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
     dy=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
     dstates=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
-@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots", "scale"])
+@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "entries", "slots", "scale"])
 def delta_overlapped_back(
     q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, undivided, windows_back, scale, T, H, HV, R, L, rows,
-    slots, V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
-    ALONE: gl.constexpr, V_FIRST: gl.constexpr,
+    entries, slots, V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr,
+    HAS_DH0: gl.constexpr, ALONE: gl.constexpr, V_FIRST: gl.constexpr,
 ):
     """Run the reverse scan in Gluon: write dy, dstates and dh0, like delta_reverse.
 
@@ -157,6 +157,7 @@ def delta_overlapped_back(
     windows_back: [segments, HV], int32, or None.
     T: tokens of a sequence, a multiple of BT.
     rows: number of rows in the batch.
+    entries: entries of dstates for each sequence.
     slots: number of entries of dstates.
     """
     v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, True)
@@ -174,7 +175,8 @@ def delta_overlapped_back(
         written = gl.allocate_shared_memory(k.dtype, [GROUPS, BT, BV], dy.layout)
         leaves = gl.allocate_shared_memory(k.dtype, [GROUPS, BK, BV], dstates.layout)
     work = (dy, dstates, dht, dh0, weights, written, leaves, scale)
-    place = (v0, i_h * V + v0, row0, entering, leaving, (row0 // BT + n) * step + i_h * BK, step, chunks)
+    table = (row0 // BT + n * (entries - T // BT)) * step + i_h * BK
+    place = (v0, i_h * V + v0, row0, entering, leaving, table, step, chunks)
     reads, columns = (q, k, do, A, A_low, betas, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     line = i_h.to(gl.int64) * R + row0
     if GROUPS == 1:

@@ -41,12 +41,15 @@ def load_strip(ring, states, dstates, q, k, full, table, row, column, i, BT: gl.
     **dict.fromkeys(("dq", "dk"), lambda x: (x["HV"] * x["K"], x["BT"], x["BK"])),
     **dict.fromkeys(("states", "dstates"),
                     lambda x: (x["BV"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["K"])))
-@gluon.jit(do_not_specialize=["T", "R", "rows", "slots", "scale"])
+@gluon.jit(do_not_specialize=["T", "N", "whole", "R", "rows", "entries", "slots", "scale"])
 def delta_overlapped_grads(
-    do, u, dy, q, k, states, dstates, dq, dk, v, betas, G, dv, dbeta, dg, scale, T, H, HV, R, rows, slots,
-    K: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, DECAY: gl.constexpr,
+    do, u, dy, q, k, states, dstates, dq, dk, v, betas, G, dv, dbeta, dg, scale, T, N, whole, H, HV, R, rows,
+    entries, slots, K: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, DECAY: gl.constexpr,
 ):
     """Write dq, dk, dv, dbeta and dg of all chunks, like delta_grads. BV is V.
+
+    The first programs compute the last chunks, whose states were written last and may still be in the L2
+    cache. A program reads u and dy before it writes gradients, so dq may share memory with u, and dv with dy.
 
     do, u, dy: [rows, HV, V], of the dtype of q.
     q, k: [rows, H, K].
@@ -56,9 +59,12 @@ def delta_overlapped_grads(
     betas, G: [HV, R], fp32.
     dv: [rows, HV, V].
     dbeta, dg: [rows, HV], fp32.
-    T: tokens of a sequence, a multiple of BT.
+    T: tokens to compute of each sequence, a multiple of BT.
+    N: number of sequences.
+    whole: rows from a sequence to the next, at least T.
     rows: number of rows in the batch.
-    slots: number of entries of states.
+    entries: entries of states for each sequence, and also of dstates.
+    slots: number of entries of states or dstates, the smaller of both.
     """
     of_pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     of_strip: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
@@ -69,9 +75,11 @@ def delta_overlapped_grads(
     dtype: gl.constexpr = do.dtype
     program = gl.program_id(0)
     i_h = program % HV
-    chunk = program // HV
-    row = chunk * BT
-    table = ((chunk + chunk // (T // BT)) * HV + i_h) * K
+    own = program // HV
+    n = own % N
+    chunk = T // BT - 1 - own // N
+    row = n * whole + chunk * BT
+    table = ((n * entries + chunk) * HV + i_h) * K
     column = i_h // (HV // H) * K
     s_do = gl.allocate_shared_memory(dtype, [BT, BV], do.layout)
     s_u = gl.allocate_shared_memory(dtype, [BT, BV], u.layout)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.gluon_ops import async_load, async_store, barrier
+from flashlin.kernels.gluon_ops import async_load, async_store, barrier, reinterpreted
 
 NARROW = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # of matrices [64, 16]
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
@@ -71,7 +71,7 @@ def scratch():
            gl.allocate_shared_memory(gl.bfloat16, [64, 16], small))
     both = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 16], small)
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return one, two, (both.index(0), both.index(1)), both._reinterpret(gl.float32, [64, 16], rows)
+    return one, two, (both.index(0), both.index(1)), reinterpreted(both, gl.float32, [64, 16], rows)
 
 
 @gluon.jit
@@ -116,11 +116,11 @@ def scaled_diagonal(x, betas, sums, DECAY: gl.constexpr):
     columns: gl.constexpr = gl.SliceLayout(1, OWN)
     below = (gl.arange(0, 16, gl.SliceLayout(0, rows))[None, :, None]
              > gl.arange(0, 16, gl.SliceLayout(0, columns))[None, None, :])
-    x = x * betas._reinterpret(gl.float32, [4, 16], flat).load(rows)[:, :, None]
+    x = x * reinterpreted(betas, gl.float32, [4, 16], flat).load(rows)[:, :, None]
     if DECAY == 0:
         return gl.where(below, x, 0.0)
     else:
-        tile = sums._reinterpret(gl.float32, [4, 16], flat)
+        tile = reinterpreted(sums, gl.float32, [4, 16], flat)
         apart = tile.load(rows)[:, :, None] - tile.load(columns)[:, None, :]
         return x * gl.exp2(gl.where(below, apart, float("-inf")))
 
@@ -153,7 +153,11 @@ def inverse(products, betas, sums, memory, DECAY: gl.constexpr):
     """
     one, two, three, diagonal = memory
     a, b, c, d = quarters(products)
-    own = (gl.arange(0, 64, gl.SliceLayout(1, NARROW)) // 16)[:, None]
+    # The number of each row's warp. The sum hides from ptxas that it is equal in all lanes of a warp. Otherwise
+    # ptxas would copy each condition from a uniform predicate, 64 times in all.
+    warp = (gl.arange(0, 64, gl.SliceLayout(1, NARROW)) // 16)[:, None]
+    column = gl.arange(0, 16, gl.SliceLayout(0, NARROW))[None, :]
+    own = gl.sum(gl.where(column == 0, warp, 0), 1)[:, None]
     X = gl.where(own < 2, gl.where(own == 0, a, b), gl.where(own == 2, c, d))
     X = scaled_diagonal(gl.convert_layout(X.reshape([4, 16, 16]), OWN), betas, sums, DECAY)
     diagonal.store(X.permute([2, 0, 1]).reshape([64, 16]))
@@ -184,18 +188,22 @@ def inverse(products, betas, sums, memory, DECAY: gl.constexpr):
     k=lambda x: (x["H"] * x["BK"], x["BT"], x["BT"]),
     A=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
     A_low=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]))
-@gluon.jit(do_not_specialize=["R", "rows"])
+@gluon.jit(do_not_specialize=["T", "N", "R", "rows"])
 def delta_overlapped_inverse(
-    k, beta, G, A, A_low, betas, H, HV, R, rows, BT: gl.constexpr, BK: gl.constexpr, REGISTERS: gl.constexpr,
-    DECAY: gl.constexpr,
+    k, A, A_low, betas, G, T, N, H, HV, shared, R, rows, BT: gl.constexpr, BK: gl.constexpr,
+    REGISTERS: gl.constexpr, DECAY: gl.constexpr,
 ):
-    """Write A, A_low and betas of one chunk and head, like delta_inverse. BK is K.
+    """Write A and A_low of one chunk and head, like delta_inverse. BK is K.
+
+    The first programs compute the last chunks of all sequences. So the L2 cache still has the keys and
+    inverses of the first chunks when the scan begins.
 
     k: [rows, H, K].
-    beta: [rows, HV].
-    G: [HV, R], fp32.
     A, A_low: [rows, HV, BT]; A_low may be None.
-    betas: [HV, R], fp32.
+    betas, G: [HV, R], fp32.
+    T: tokens of a sequence, a multiple of BT.
+    N: number of sequences.
+    shared: heads of A for each head of k. A compilation for 1 needs no division.
     rows: number of rows in the batch.
     """
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
@@ -203,8 +211,9 @@ def delta_overlapped_inverse(
     dtype: gl.constexpr = k.dtype
     program = gl.program_id(0)
     i_h = program % HV
-    row = program // HV * BT
-    tiles = gl.allocate_shared_memory(dtype, [2, BT, BT], k.layout)  # of k, then A and A_low
+    own = program // HV
+    row = own % N * T + (T // BT - 1 - own // N) * BT
+    keys = gl.allocate_shared_memory(dtype, [BK // BT, BT, BT], k.layout)
     memory = scratch()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_beta = gl.allocate_shared_memory(gl.float32, [BT], flat)
@@ -214,23 +223,22 @@ def delta_overlapped_inverse(
     fence_async_shared()
     barrier()
     mbarrier.expect(bar, 2 * BT * BK)
-    column = i_h * H // HV * BK
+    column = i_h // shared * BK
     for i in gl.static_range(BK // BT):
-        async_load(k, [row, column + i * BT], bar, tiles.index(i))
+        async_load(k, [row, column + i * BT], bar, keys.index(i))
     tokens = gl.arange(0, BT, of_line)
     line = i_h.to(gl.int64) * R + row
-    scale = gl.load(beta + (row.to(gl.int64) * HV + i_h) + tokens * HV).to(gl.float32)
-    gl.store(betas + line + tokens, scale)
-    s_beta.store(scale)
+    s_beta.store(gl.load(betas + line + tokens))
     if DECAY == 2:
         s_sums = gl.allocate_shared_memory(gl.float32, [BT], flat)
         s_sums.store(gl.load(G + line + tokens))
     products = gl.zeros([BT, BT], gl.float32, of_chunk)
     mbarrier.wait(bar, 0)
     for i in gl.static_range(BK // BT):
-        products = warpgroup_mma(tiles.index(i), tiles.index(i).permute((1, 0)), products, is_async=True)
+        products = warpgroup_mma(keys.index(i), keys.index(i).permute((1, 0)), products, is_async=True)
     products = warpgroup_mma_wait(0, [products])
     X = gl.convert_layout(inverse(products, s_beta, s_sums, memory, DECAY), of_chunk)
+    tiles = gl.allocate_shared_memory(dtype, [1 if A_low is None else 2, BT, BT], A.layout)
     tiles.index(0).store(X.to(dtype))
     if A_low is not None:  # loading the rounded numbers is faster than converting them one at a time
         tiles.index(1).store((X - tiles.index(0).load(of_chunk).to(gl.float32)).to(dtype))

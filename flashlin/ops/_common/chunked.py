@@ -53,12 +53,14 @@ class Argument(NamedTuple):
 
     shape: letters of B, T, H, HV, K and V.
     wide: the kernels read it in float32, whatever dtype the caller passes.
+    either: a wide argument that the kernels also read in the dtype of q.
     unless: name of a tensor; if the call has it, this argument is not wide.
     constant: it gets no gradient.
     hint: text that an error appends to the expected shape.
     """
     shape: tuple[str, ...]
     wide: bool = False
+    either: bool = False
     optional: bool = False
     constant: bool = False
     hint: str = ""
@@ -207,7 +209,8 @@ class Chunked:
         for at, argument in enumerate((*self.arguments.values(), STATE[how.state_v_first])):
             y = operands[at]
             if y is not None:
-                y = y.to(wide) if argument.wide and getattr(x, argument.unless, None) is None else y
+                given = (argument.either and y.dtype == x.q.dtype) or getattr(x, argument.unless, None) is not None
+                y = y.to(wide) if argument.wide and not given else y
                 if pads:
                     amounts = [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))]
                     y = F.pad(y, amounts) if any(amounts) else y

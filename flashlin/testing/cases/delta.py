@@ -56,7 +56,9 @@ def _family(case: Op) -> list[Case]:
              case("alike", keys="alike", rate="1"), case("alike-l2", L2, keys="alike"),
              case("period-4", keys="period-4", rate="1"), case("beta=0", rate="0"),
              case("zero-keys", L2, keys="zero", K=32, V=32, T=70)]
-    cases += [case("two-groups", K=128, V=128, T=128), case("alike-128", K=128, T=192, keys="alike", rate="1"),
+    cases += [case("two-groups", K=128, V=128, T=128), case("two-groups-64", V=128, T=128),
+              case("grouped-64", H=2, HV=6, T=128), case("inverse-64", V=32, T=128),
+              case("alike-128", K=128, T=192, keys="alike", rate="1"),
               *(case(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items())]
     if gated:
         cases += [*(case(name, gate="-0.12", K=K, HV=6, **{**sequences.SIX, "V": V})
