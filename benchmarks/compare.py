@@ -53,7 +53,7 @@ def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> di
              if not isinstance(function, str)}
     packages = {name.partition(" (")[0] for name in calls} | set(op.backends.split(", "))
     floors = {what: 1e3 * size / speed for what, size in floor(op, shape).items()}
-    row: dict[str, Any] = {"op": op.name, "layer": op.layer, "shape": str(shape), **shape._asdict(),
+    row: dict[str, Any] = {"op": op.name, "layer": op.layer, "shape": str(shape),
                            "arguments": op.arguments, "options": dict(op.options), "backends": op.backends,
                            "versions": {name: version for name, of in PACKAGES.items() if name in packages
                                         and (version := record.version(of)) != "none"}}

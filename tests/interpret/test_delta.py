@@ -32,6 +32,16 @@ def results(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None,
         return [o, ht, *torch.autograd.grad(o.sin().sum() + ht.sin().sum(), tensors)]
 
 
+def test_beta_in_the_dtype_of_q_gives_the_same_bits() -> None:
+    q, k, v, g, beta, h0 = leaves(2, 37, 2)
+    half = [x.detach().half().requires_grad_() for x in (q, k, v, beta)]
+    own = results([*half[:3], g, half[3], h0])
+    copied = results([*half[:3], g, half[3].detach().float().requires_grad_(), h0])
+    assert own[6].dtype == torch.float16
+    for got, wanted in zip(own, copied, strict=True):
+        assert torch.equal(got, wanted.to(got.dtype))
+
+
 @pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 70]], ids=["dense", "packed"])
 def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits: Callable[..., None]) -> None:
     tensors = leaves(3, 37, 3) if edges is None else leaves(1, 70, 4)

@@ -17,7 +17,7 @@ from tests.direct import needs_direct_starts
 SMALL, GROUPED = Shape(2, 2048, 8, 64), Shape(1, 2048, 80, 64)
 # By op: the shape, and the peaks in MiB of the first run, which is ordinary, and of the third run, which is a
 # replay. A 16-bit tensor of shape SMALL takes 4 MiB.
-PEAKS = {"chunk_delta_rule": (SMALL, 43.9, 32.9), "chunk_gated_delta_rule": (SMALL, 44.0, 33.0),
+PEAKS = {"chunk_delta_rule": (SMALL, 35.7, 31.6), "chunk_gated_delta_rule": (SMALL, 35.8, 31.6),
          "chunk_gla": (SMALL, 48.4, 40.4), "chunk_simple_gla": (SMALL, 24.6, 22.6),
          "chunk_retention": (SMALL, 20.0, 18.0), "chunk_kda": (SMALL, 85.7, 69.6),
          "chunk_rwkv6": (SMALL, 48.5, 48.5), "chunk_rwkv7": (SMALL, 101.4, 77.4),
@@ -39,6 +39,12 @@ def test_no_more_is_taken_than_before(op: str, card: None) -> None:
     shape, first, third = PEAKS[op]
     taken = [round(peak.size / 2**20, 1) for peak in memory.peaks(find(op), shape)]
     assert taken[0] <= first and taken[2] <= third, taken
+
+
+def test_gated_delta_rule_takes_at_most_950_mib(card: None) -> None:
+    """Its backward computes one part of the time axis after another. Before, it took 1,300 MiB here."""
+    *_, third = memory.peaks(find("chunk_gated_delta_rule"), Shape(4, 4096, 32, 128))
+    assert third.size <= 950 * 2**20
 
 
 def test_simple_gla_takes_at_most_0_6_of_what_fla_does(card: None) -> None:

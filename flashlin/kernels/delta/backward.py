@@ -328,10 +328,11 @@ def tables(batch: Batch, part: dict[str, Any], parted: bool, BT: int) -> int:
     """Make the tables ``states`` and ``dstates``, with one entry for each chunk, and store them in part.
 
     Return the number of tokens of the first part of the time axis. Normally this is T. If the tables are
-    large and parted is True, it is a third. Then the first part of ``states`` has its own memory, and the second
-    part overwrites it and the first part of ``dstates``, which is not needed any longer.
+    large and parted is True, it is a third of T. Then only the first part of ``states`` has its own memory.
+    The second part overwrites it and the first part of ``dstates``, which is not needed any longer.
 
     part: the arguments that all launches of a slice share, see ``Batch.parts``.
+    parted: True if the kernels of all three steps can compute a part of the time axis.
     """
     N, like = part["N"], (batch.HV, batch.K, batch.V)
     T: int = batch.T
@@ -348,7 +349,8 @@ def tables(batch: Batch, part: dict[str, Any], parted: bool, BT: int) -> int:
     return tokens
 
 
-def in_time(batch: Batch, part: dict[str, Any], tokens: int, BT: int, v_first: bool) -> Iterator[dict[str, Any]]:
+def in_time(batch: Batch, part: dict[str, Any], tokens: int, BT: int,
+            v_first: bool) -> Iterator[dict[str, Any]]:
     """Yield the arguments of the kernels that restore states and compute gradients, for each part of time.
 
     ``ht`` carries the states from the first part to the second. It is None if there is only one part.
@@ -376,7 +378,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
 
     x, how: the arguments of launch_forward. A, A_low, lines: the results of launch_forward for backward.
     do: gradient of the outputs, [B, T, HV, V]. dht: gradient of the final states, or None. needs: names of
-    the tensors whose gradients are needed. Gradients of beta, g and h0 are float32.
+    the tensors whose gradients are needed. Gradients of g and h0 are float32, that of beta has its dtype.
     """
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V

@@ -153,8 +153,8 @@ def inverse(products, betas, sums, memory, DECAY: gl.constexpr):
     """
     one, two, three, diagonal = memory
     a, b, c, d = quarters(products)
-    # The number of each row's warp. The sum hides from ptxas that it is equal in all lanes of a warp. Otherwise
-    # ptxas would copy each condition from a uniform predicate, 64 times in all.
+    # The number of each row's warp. The sum hides from ptxas that it is equal in all lanes of a warp.
+    # Otherwise ptxas would copy each condition from a uniform predicate, 64 times in all.
     warp = (gl.arange(0, 64, gl.SliceLayout(1, NARROW)) // 16)[:, None]
     column = gl.arange(0, 16, gl.SliceLayout(0, NARROW))[None, :]
     own = gl.sum(gl.where(column == 0, warp, 0), 1)[:, None]

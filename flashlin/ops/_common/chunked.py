@@ -209,7 +209,8 @@ class Chunked:
         for at, argument in enumerate((*self.arguments.values(), STATE[how.state_v_first])):
             y = operands[at]
             if y is not None:
-                given = (argument.either and y.dtype == x.q.dtype) or getattr(x, argument.unless, None) is not None
+                given = argument.either and y.dtype == x.q.dtype
+                given = given or getattr(x, argument.unless, None) is not None
                 y = y.to(wide) if argument.wide and not given else y
                 if pads:
                     amounts = [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))]
