@@ -79,7 +79,7 @@ def _value(x: Any) -> Tensor:
 
 
 def _memory(x: Tensor) -> Tensor:
-    """Return the memory of x in one dimension. x is contiguous, or the end of each row of such a tensor."""
+    """Return the memory of x in one dimension. x is contiguous, or a slice [:, n:] of such a tensor."""
     if not x.is_contiguous() and not (len(x) and x[0].is_contiguous()):
         raise ValueError("a pointer to a tensor that is not contiguous")
     size = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True)) + 1

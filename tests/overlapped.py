@@ -80,7 +80,7 @@ def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int 
           gradients: bool = False, oracle: bool = False) -> list[torch.Tensor]:
     """Call a delta rule; return o and any final state, or the gradients of the inputs.
 
-    much: bytes of a table of states from which backward has two sections of the time axis.
+    much: replaces ``MUCH``, the limit in bytes above which backward computes two sections.
     shift: as in ``sequences``.
     long_keys: the first head has longer keys, all in the same direction. Each token multiplies the state in
         that direction by -2.2, so the head's sequence cannot be split into segments. Its values are zero

@@ -57,7 +57,7 @@ def operand_bytes(problem: Problem) -> int:
 def cumsum_launch(problem: Problem, BT: int = BLOCK, kernel: str = "gate_cumsum") -> Launch:
     """Return the launch of the kernel that sums the decays of heads within blocks of BT tokens.
 
-    kernel: another kernel with the same tile.
+    kernel: name of the kernel; ``delta_lines`` has the same tile and grid.
     """
     return over_tokens(kernel, problem, dict(BT=BT, BH=HEADS), columns=-(-problem.H // HEADS))
 

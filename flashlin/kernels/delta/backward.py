@@ -56,7 +56,7 @@ from flashlin.kernels.tile_ops import (
     zero_gaps,
 )
 
-MUCH = 3 * 2**26  # bytes of a table of states from which the time axis has two sections, to save memory
+MUCH = 3 * 2**26  # if a table of states has more bytes, backward computes the time axis in two sections
 # Tensors whose second dimension has tokens: [B, T, ...], or [HV, B * T] for betas and G.
 OF_TOKENS = ("q", "k", "v", "A", "u", "dy", "do", "betas", "G", "dq", "dk", "dv", "dbeta", "dg")
 
@@ -329,13 +329,14 @@ def delta_grads(
 def tables(batch: Batch, part: dict[str, Any], divided: bool, BT: int) -> int:
     """Make the table ``dstates``, with one entry for each chunk, and store it in part.
 
-    Return the number of tokens of the first section of the time axis. Normally this is T. If the table is
-    large and divided is True, it is a third of T, and ``states`` is made here, too. Then only the first
-    section of ``states`` has its own memory. The second section overwrites it and the first section of
-    ``dstates``, which is not needed any longer.
+    Return the number of tokens of the first section of the time axis. It is T, or a third of T in whole
+    chunks if the table is larger than MUCH and divided is True. In the second case, this function also makes
+    ``states``. Only the first section of ``states`` has its own memory. The second section overwrites it and
+    the first section of ``dstates``, which is not needed any longer.
 
     part: the arguments that all launches of a slice share, see ``Batch.parts``.
-    divided: True if the kernels after the reverse scan can compute one section after the other.
+    divided: True if the kernels after the reverse scan can compute one section after the other, and
+        sequences are not split.
     """
     N, like = part["N"], (batch.HV, batch.K, batch.V)
     T: int = batch.T
@@ -354,11 +355,11 @@ def tables(batch: Batch, part: dict[str, Any], divided: bool, BT: int) -> int:
 
 def sections(batch: Batch, part: dict[str, Any], tokens: int, BT: int,
              v_first: bool) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of the kernels that restore states and compute gradients, section by section.
+    """Yield the arguments of the kernels that restore states and compute gradients, for each section.
 
-    ``ht`` carries the states from the first section to the second. It is None if there is only one, and then
-    the table ``states`` is made here. Views of the second section have gaps between sequences. The kernels
-    use only their addresses, and ``whole`` as the distance of sequences.
+    ``ht`` carries the states from the first section to the second. With one section, ``ht`` is None, and this
+    function makes ``states``. Views of the second section have gaps between sequences. The kernels use only
+    their addresses, and the distance ``whole`` between sequences.
 
     tokens: tokens of the first section, see ``tables``. v_first: the layout of states.
     """
@@ -383,7 +384,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
 
     x, how: the arguments of launch_forward. A, A_low, lines: the results of launch_forward for backward.
     do: gradient of the outputs, [B, T, HV, V]. dht: gradient of the final states, or None. needs: names of
-    the tensors whose gradients are needed. Gradients of g and h0 are float32, that of beta has its dtype.
+    the tensors whose gradients are needed. The gradients of g and h0 are float32.
     """
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V

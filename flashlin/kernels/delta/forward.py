@@ -52,9 +52,9 @@ from flashlin.kernels.triangular_inverse import lower_blocks, merge, merging, pr
 
 @triton.jit(do_not_specialize=["R"])
 def delta_lines(beta, g, betas, G, HV, R, BT: tl.constexpr, BH: tl.constexpr, DECAY: tl.constexpr):
-    """Write betas, beta in float32, and G, like gate_cumsum, for dense sequences of whole chunks.
+    """Write beta in float32 to betas and, if DECAY is 2, the sums of gates to G, like gate_cumsum.
 
-    One program computes one chunk of BH heads.
+    Sequences are dense and have whole chunks only. One program computes one chunk of BH heads.
 
     beta, g: [rows, HV]; g may be None.
     betas, G: [HV, R], fp32.

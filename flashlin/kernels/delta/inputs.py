@@ -19,8 +19,8 @@ class Inputs(NamedTuple):
     bounds: [N + 1], ascending, within 0 .. T. Sequence n is the rows bounds[n] .. bounds[n + 1] of the single
         batch row. The outputs of rows outside all sequences are zero.
 
-    The kernels require contiguous tensors. q, k, v and p have the same dtype, beta has it or fp32, and g has
-    fp32.
+    The kernels require contiguous tensors. q, k, v and p have the same dtype. beta has this dtype or
+    fp32, and g is fp32.
     """
     q: Tensor
     k: Tensor

@@ -252,7 +252,7 @@ def delta_overlapped(
     states: [slots, HV, K, V], one for each chunk, or None.
     undivided: [N, HV], int32, or None.
     T: tokens to compute of each sequence, a multiple of BT.
-    whole: rows from a sequence to the next, at least T.
+    whole: rows between the starts of two sequences; at least T.
     rows: number of rows in the batch.
     entries: entries of states for each sequence.
     slots: number of entries of states.

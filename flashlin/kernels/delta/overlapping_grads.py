@@ -63,10 +63,10 @@ def delta_overlapped_grads(
     dg: [rows, HV], fp32.
     T: tokens to compute of each sequence, a multiple of BT.
     N: number of sequences.
-    whole: rows from a sequence to the next, at least T.
+    whole: rows between the starts of two sequences; at least T.
     rows: number of rows in the batch.
     entries: entries of states for each sequence, and also of dstates.
-    slots: number of entries of states or dstates, the smaller of both.
+    slots: number of entries of states or dstates, the smaller of the two.
     """
     of_pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     of_strip: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])

@@ -153,8 +153,8 @@ def inverse(products, betas, sums, memory, DECAY: gl.constexpr):
     """
     one, two, three, diagonal = memory
     a, b, c, d = quarters(products)
-    # The number of each row's warp. The sum hides from ptxas that it is equal in all lanes of a warp.
-    # Otherwise ptxas would copy each condition from a uniform predicate, 64 times in all.
+    # The number of each row's warp. Because of the sum, ptxas does not see that all lanes of a warp have the
+    # same number. Otherwise ptxas would copy each condition from a uniform predicate, 64 times in all.
     warp = (gl.arange(0, 64, gl.SliceLayout(1, NARROW)) // 16)[:, None]
     column = gl.arange(0, 16, gl.SliceLayout(0, NARROW))[None, :]
     own = gl.sum(gl.where(column == 0, warp, 0), 1)[:, None]
@@ -195,15 +195,15 @@ def delta_overlapped_inverse(
 ):
     """Write A and A_low of one chunk and head, like delta_inverse. BK is K.
 
-    The first programs compute the last chunks of all sequences. So the L2 cache still has the keys and
+    The first programs compute the last chunks of all sequences. So the L2 cache may still have the keys and
     inverses of the first chunks when the scan begins.
 
     k: [rows, H, K].
     A, A_low: [rows, HV, BT]; A_low may be None.
-    betas, G: [HV, R], fp32.
+    betas, G: [HV, R], fp32; G may be None.
     T: tokens of a sequence, a multiple of BT.
     N: number of sequences.
-    shared: heads of A for each head of k. A compilation for 1 needs no division.
+    shared: heads of A for each head of k. If it is 1, Triton compiles the kernel without the division.
     rows: number of rows in the batch.
     """
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])

@@ -22,8 +22,8 @@ STAGES_BACK = 2  # chunks in the ring buffer of the Gluon reverse scan; each nee
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
     """Return the launches of a chunked delta rule.
 
-    Forward inverts a matrix for each chunk, then runs the scan. For gradients, a reverse scan computes those
-    of the states, a scan recomputes the states, and a last kernel computes the gradients of each chunk.
+    Forward inverts a matrix for each chunk, then runs the scan. For gradients, a reverse scan computes the
+    gradients of states, a scan recomputes the states, and a last kernel computes the other gradients.
     narrow: True for strips of half as many state columns.
     """
     before = "p" in problem.options  # the launch table has separate entries for kernels with p
@@ -118,8 +118,8 @@ def _overlapped_alone(problem: Problem, target: Target, part: int, BT: int) -> L
 
 def _overlapped_inverse(problem: Problem, target: Target, BT: int) -> Launch | None:
     """Return the launch of the kernel of inverses in Gluon, or None if it cannot be used."""
-    # At most 80 registers for each thread, so that six programs fit on a multiprocessor. 72 were 1 % faster,
-    # but spilled up to 130 bytes with Triton 3.9.
+    # At most 80 registers for each thread, so that six programs fit on a multiprocessor. With 72, the kernel
+    # took 5 % less time, but a thread spilled up to 130 bytes with Triton 3.9.
     tile = {"BT": BT, "BK": problem.K, "REGISTERS": 80}
     shared = 2 * BT * (problem.K + 6 * 16) + 5120
     return _in_gluon("delta_overlapped_inverse", problem, target, None, tile, shared)

@@ -53,7 +53,7 @@ class Argument(NamedTuple):
 
     shape: letters of B, T, H, HV, K and V.
     wide: the kernels read it in float32, whatever dtype the caller passes.
-    either: a wide argument that the kernels also read in the dtype of q.
+    either: an exception to ``wide``: the kernels also accept the dtype of q, and then nothing is converted.
     unless: name of a tensor; if the call has it, this argument is not wide.
     constant: it gets no gradient.
     hint: text that an error appends to the expected shape.
