@@ -324,7 +324,7 @@ def delta_grads(
                        BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
-def tables(batch: Batch, part: dict[str, Any], parted: bool, BT: int) -> int:
+def tables(batch: Batch, part: dict[str, Any], paired: bool, parted: bool, BT: int) -> int:
     """Make the tables ``states`` and ``dstates``, with one entry for each chunk, and store them in part.
 
     Return the number of tokens of the first part of the time axis. Normally this is T. If the tables are
@@ -336,16 +336,17 @@ def tables(batch: Batch, part: dict[str, Any], parted: bool, BT: int) -> int:
     """
     N, like = part["N"], (batch.HV, batch.K, batch.V)
     T: int = batch.T
-    tokens, part["whole"], part["entries"] = T, T, T // BT + 1
+    tokens, part["whole"], part["entries"] = T, T, (T // BT + 1) // 2 if paired else T // BT + 1
+    part["slots"] = N * part["entries"] if paired else part["slots"]
     if parted and part["slots"] * math.prod(like) * part["v"].element_size() > MUCH:
-        tokens = -(-T // (3 * BT)) * BT
+        tokens = -(-T // (6 * BT)) * 2 * BT
     if tokens == T:
         part["dstates"] = part["v"].new_empty(part["slots"], *like)
     else:
-        part["entries"] = (T + tokens) // BT
-        part["slots"] = N * part["entries"] - tokens // BT
+        part["entries"] += tokens // (2 * BT)
+        part["slots"] = N * part["entries"] - tokens // (2 * BT)
         part["states"] = part["v"].new_empty(N * part["entries"], *like)
-        part["dstates"] = part["states"][tokens // BT:]
+        part["dstates"] = part["states"][tokens // (2 * BT):]
     return tokens
 
 
@@ -367,8 +368,8 @@ def in_time(batch: Batch, part: dict[str, Any], tokens: int, BT: int,
     yield {**part, "T": tokens, "S": tokens // BT}
     later = {name: part[name][:, tokens:] for name in IN_TIME}
     yield {**part, **later, "T": T - tokens, "S": (T - tokens) // BT, "rows": part["rows"] - tokens,
-           "h0": part["ht"], "dstates": part["dstates"][tokens // BT:],
-           "slots": part["slots"] - tokens // BT}
+           "h0": part["ht"], "dstates": part["dstates"][tokens // (2 * BT):],
+           "slots": part["slots"] - tokens // (2 * BT)}
 
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
@@ -396,7 +397,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
         kernel, backwards = delta_overlapped_back, short
     overlapped, BT = OVERLAPPED in finishing.traits, finishing.block("BT")
-    parted = OVERLAPPED in finishing.traits & restoring.traits & reversing.traits and not batch.split
+    paired = OVERLAPPED in finishing.traits & restoring.traits & reversing.traits
     for part in batch.parts(reversing, **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
                             R=lines.shape[2]):
         part["betas"], part["G"] = columns(lines, part)
@@ -404,7 +405,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
             part["do"] = part["do"].to(x.v.dtype)  # these kernels load tensors of one dtype
         part["dy"] = part["dv"] if overlapped else torch.empty_like(part["v"])
         part["u"] = part["dq"] if overlapped and K == V else torch.empty_like(part["v"])
-        tokens = tables(batch, part, parted, BT)
+        tokens = tables(batch, part, paired, paired and not batch.split, BT)
         enter_segments(batch, part, reverse, has_dht=dht is not None, back=True)
         back_by_transfers(batch, part, kernel, backwards, "dy", "dstates")
         batch.scan(kernel, dict(backwards, HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None,
@@ -417,7 +418,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
                            {**mine, "q": None})
             else:
                 batch.scan(delta_states, dict(scanned, **ends), mine)
-            programs = mine["N"] * mine["S"] * HV
+            programs = mine["N"] * (-(-mine["S"] // 2) if paired else mine["S"]) * HV
             if overlapped:
                 from flashlin.kernels.delta.overlapping_grads import delta_overlapped_grads
                 start(finishing, delta_overlapped_grads, programs, dict(K=K, DECAY=batch.decay), mine)

@@ -118,12 +118,13 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
         row0: its first row
         entering: number of the initial state in h0
         leaving: number of the final state in ht, negative if the program writes none
-        table: row of ``states`` where the entry of its first chunk begins
+        table: row of ``states`` where the first entry of its sequence begins
         step: rows from one entry to the next
+        since: number of its first chunk in the sequence
         chunks: number of its chunks
     """
     o, states, h0, ht, weights_of, o_of, states_of, scored, used, scale = work
-    v0, v_column, row0, entering, leaving, table, step, chunks = place
+    v0, v_column, row0, entering, leaving, table, step, since, chunks = place
     ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty = ring
     dtype: gl.constexpr = ring_k.dtype
     STAGES: gl.constexpr = ring_k.shape[0]
@@ -169,10 +170,10 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
             mbarrier.arrive(scored.index(i % 2), count=1)
         hk = warpgroup_mma(entered, b_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
         if RESTORE:
-            tma.store_wait(1)  # the buffer of the last state is free now; that of u may not be
-            states_of.index(group).permute((1, 0)).store(h.to(dtype))
-            fence_async_shared()
-            async_store(states, [table + i * step, v0], states_of.index(group))
+            if (since + i) % 2 == 0:
+                states_of.index(group).permute((1, 0)).store(h.to(dtype))
+                fence_async_shared()
+                async_store(states, [table + (since + i) // 2 * step, v0], states_of.index(group))
         hk = warpgroup_mma_wait(0, [hk])
         y = ring_v.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk).to(gl.float32)
         if DECAY == 0:
@@ -208,7 +209,7 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
             h = warpgroup_mma_wait(1, [h])
             entered = gl.convert_layout(h.to(dtype), left)
             out = warpgroup_mma_wait(0, [out])
-        tma.store_wait(1 if RESTORE else 0)
+        tma.store_wait(0)
         s_o.permute((1, 0)).store(out.to(s_o.dtype))
         fence_async_shared()
         async_store(o, [row0 + i * BT, v_column], s_o)
@@ -249,7 +250,7 @@ def delta_overlapped(
     h0: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K].
     o: [rows, HV, V].
     ht: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32.
-    states: [slots, HV, K, V], one for each chunk, or None.
+    states: [slots, HV, K, V], one for each pair of chunks, or None.
     undivided: [N, HV], int32, or None.
     T: tokens to compute of each sequence, a multiple of BT.
     whole: rows from a sequence to the next, at least T.
@@ -259,7 +260,7 @@ def delta_overlapped(
     """
     v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
     step = HV * BK
-    table = (row0 // BT + n * (entries - T // BT)) * step + i_h * BK
+    table, since = n * entries * step + i_h * BK, (row0 - n * T) // BT
     row0 += n * (whole - T)
     ring = ring_of(q, k, v, A, None, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES, DECAY=DECAY)
     weights = gl.allocate_shared_memory(k.dtype, [2, BT, BT], A.layout)
@@ -269,7 +270,7 @@ def delta_overlapped(
         leaves = gl.allocate_shared_memory(k.dtype, [GROUPS, BK, BV], states.layout)
     scored, used = barriers(2, 1, GROUPS)
     work = (o, states, h0, ht, weights, written, leaves, scored, used, scale)
-    place = (v0, i_h * V + v0, row0, entering, leaving, table, step, chunks)
+    place = (v0, i_h * V + v0, row0, entering, leaving, table, step, since, chunks)
     reads, columns = (q, k, v, A, None, betas, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     line = i_h.to(gl.int64) * R + row0
     # With two groups, each thread has 168 registers at entry. Registers are assigned to four warps at a time.

@@ -36,7 +36,7 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
     states, h0 and ht. There are no ``scored`` and ``used``. With ALONE, dy and dstates are not written.
     """
     dy, dstates, dht, dh0, weights_of, dy_of, states_of, scale = work
-    v0, v_column, row0, entering, leaving, table, step, chunks = place
+    v0, v_column, row0, entering, leaving, table, step, since, last, chunks = place
     ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty = ring
     dtype: gl.constexpr = ring_k.dtype
     STAGES: gl.constexpr = ring_k.shape[0]
@@ -71,10 +71,11 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
         du = warpgroup_mma(gl.convert_layout(entered, left), b_k.permute((1, 0)), nothing, use_acc=False,
                            is_async=True)
         if not ALONE:
-            tma.store_wait(1)  # the buffer of the last state is free now; that of dy may not be
-            s_state.permute((1, 0)).store(entered)
-            fence_async_shared()
-            async_store(dstates, [table + at * step, v0], s_state)
+            chunk = since + at
+            if (chunk % 2 == 1) | (chunk == last):
+                s_state.permute((1, 0)).store(entered)
+                fence_async_shared()
+                async_store(dstates, [table + chunk // 2 * step, v0], s_state)
         scores = warpgroup_mma_wait(1, [scores])
         if DECAY == 0:
             weights = gl.where(causal, scores * scale, 0.0)
@@ -109,7 +110,7 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
             dv = dv * lines.index(line + 2).load(a_column)[None, :]
         dh = warpgroup_mma(gl.convert_layout((-dv).to(dtype), left_of_state), b_k, dh, is_async=True)
         if not ALONE:
-            tma.store_wait(1)  # the buffer of the last dy is free now; that of the state may not be
+            tma.store_wait(0)
             s_dy.permute((1, 0)).store(out.to(dtype))
             fence_async_shared()
             async_store(dy, [row0 + at * BT, v_column], s_dy)
@@ -152,7 +153,7 @@ def delta_overlapped_back(
     dht: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K].
     dy: [rows, HV, V], or None.
     dh0: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32; with ALONE, [segments, ...].
-    dstates: [slots, HV, K, V], one for each chunk, or None.
+    dstates: [slots, HV, K, V], one for each pair of chunks, or None.
     undivided: [N, HV], int32, or None.
     windows_back: [segments, HV], int32, or None.
     T: tokens of a sequence, a multiple of BT.
@@ -175,8 +176,8 @@ def delta_overlapped_back(
         written = gl.allocate_shared_memory(k.dtype, [GROUPS, BT, BV], dy.layout)
         leaves = gl.allocate_shared_memory(k.dtype, [GROUPS, BK, BV], dstates.layout)
     work = (dy, dstates, dht, dh0, weights, written, leaves, scale)
-    table = (row0 // BT + n * (entries - T // BT)) * step + i_h * BK
-    place = (v0, i_h * V + v0, row0, entering, leaving, table, step, chunks)
+    table, since = n * entries * step + i_h * BK, (row0 - n * T) // BT
+    place = (v0, i_h * V + v0, row0, entering, leaving, table, step, since, T // BT - 1, chunks)
     reads, columns = (q, k, do, A, A_low, betas, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     line = i_h.to(gl.int64) * R + row0
     if GROUPS == 1:
