@@ -120,11 +120,11 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
         leaving: number of the final state in ht, negative if the program writes none
         table: row of ``states`` where the first entry of its sequence begins
         step: rows from one entry to the next
-        since: number of its first chunk in the sequence
+        begin: number of its first chunk in the sequence
         chunks: number of its chunks
     """
     o, states, h0, ht, weights_of, o_of, states_of, scored, used, scale = work
-    v0, v_column, row0, entering, leaving, table, step, since, chunks = place
+    v0, v_column, row0, entering, leaving, table, step, begin, chunks = place
     ring_q, ring_k, ring_v, ring_A, ring_low, lines, full, empty = ring
     dtype: gl.constexpr = ring_k.dtype
     STAGES: gl.constexpr = ring_k.shape[0]
@@ -170,10 +170,10 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
             mbarrier.arrive(scored.index(i % 2), count=1)
         hk = warpgroup_mma(entered, b_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
         if RESTORE:
-            if (since + i) % 2 == 0:
+            if (begin + i) % 2 == 0:
                 states_of.index(group).permute((1, 0)).store(h.to(dtype))
                 fence_async_shared()
-                async_store(states, [table + (since + i) // 2 * step, v0], states_of.index(group))
+                async_store(states, [table + (begin + i) // 2 * step, v0], states_of.index(group))
         hk = warpgroup_mma_wait(0, [hk])
         y = ring_v.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk).to(gl.float32)
         if DECAY == 0:
@@ -260,7 +260,7 @@ def delta_overlapped(
     """
     v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
     step = HV * BK
-    table, since = n * entries * step + i_h * BK, (row0 - n * T) // BT
+    table, begin = n * entries * step + i_h * BK, (row0 - n * T) // BT
     row0 += n * (whole - T)
     ring = ring_of(q, k, v, A, None, BT=BT, BK=BK, BV=BV, GROUPS=GROUPS, STAGES=STAGES, DECAY=DECAY)
     weights = gl.allocate_shared_memory(k.dtype, [2, BT, BT], A.layout)
@@ -270,7 +270,7 @@ def delta_overlapped(
         leaves = gl.allocate_shared_memory(k.dtype, [GROUPS, BK, BV], states.layout)
     scored, used = barriers(2, 1, GROUPS)
     work = (o, states, h0, ht, weights, written, leaves, scored, used, scale)
-    place = (v0, i_h * V + v0, row0, entering, leaving, table, step, since, chunks)
+    place = (v0, i_h * V + v0, row0, entering, leaving, table, step, begin, chunks)
     reads, columns = (q, k, v, A, None, betas, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     line = i_h.to(gl.int64) * R + row0
     # With two groups, each thread has 168 registers at entry. Registers are assigned to four warps at a time.

@@ -36,7 +36,7 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
     states, h0 and ht. There are no ``scored`` and ``used``. With ALONE, dy and dstates are not written.
     """
     dy, dstates, dht, dh0, weights_of, dy_of, states_of, scale = work
-    v0, v_column, row0, entering, leaving, table, step, since, last, chunks = place
+    v0, v_column, row0, entering, leaving, table, step, begin, last, chunks = place
     ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty = ring
     dtype: gl.constexpr = ring_k.dtype
     STAGES: gl.constexpr = ring_k.shape[0]
@@ -71,7 +71,7 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
         du = warpgroup_mma(gl.convert_layout(entered, left), b_k.permute((1, 0)), nothing, use_acc=False,
                            is_async=True)
         if not ALONE:
-            chunk = since + at
+            chunk = begin + at
             if (chunk % 2 == 1) | (chunk == last):
                 s_state.permute((1, 0)).store(entered)
                 fence_async_shared()
@@ -176,8 +176,8 @@ def delta_overlapped_back(
         written = gl.allocate_shared_memory(k.dtype, [GROUPS, BT, BV], dy.layout)
         leaves = gl.allocate_shared_memory(k.dtype, [GROUPS, BK, BV], dstates.layout)
     work = (dy, dstates, dht, dh0, weights, written, leaves, scale)
-    table, since = n * entries * step + i_h * BK, (row0 - n * T) // BT
-    place = (v0, i_h * V + v0, row0, entering, leaving, table, step, since, T // BT - 1, chunks)
+    table, begin = n * entries * step + i_h * BK, (row0 - n * T) // BT
+    place = (v0, i_h * V + v0, row0, entering, leaving, table, step, begin, T // BT - 1, chunks)
     reads, columns = (q, k, do, A, A_low, betas, G), (i_h // (HV // H) * BK, i_h * V + v0, i_h * BT)
     line = i_h.to(gl.int64) * R + row0
     if GROUPS == 1:

@@ -128,7 +128,7 @@ def _overlapped_inverse(problem: Problem, target: Target, BT: int) -> Launch | N
 def _overlapped_grads(problem: Problem, target: Target, BT: int) -> Launch | None:
     """Return the launch of the gradients' kernel in Gluon, or None if it cannot be used."""
     V, tile = problem.V, {"BT": BT, "BK": 32, "BV": problem.V}
-    shared = 2 * (3 * BT * V + 4 * 32 * (V + BT) + 2 * BT * BT) + 1024
+    shared = 2 * (6 * BT * V + 6 * 32 * V + 11 * 32 * BT + 4 * BT * BT) + 3072
     return _in_gluon("delta_overlapped_grads", problem, target, None, tile, shared) if V in (64, 128) else None
 
 
