@@ -53,10 +53,10 @@ _own = threading.local()  # program, random choices and unfinished work of this 
 
 
 class Program:
-    """A program of a kernel, with what its threads share. number, of: its number among so many programs."""
+    """A program of a kernel, with what its threads share."""
 
-    def __init__(self, number: int, of: int = 1) -> None:
-        self.number, self.of, self.failed = number, of, False
+    def __init__(self, number: int) -> None:
+        self.number, self.failed = number, False
         self.barriers: list[Barrier] = []
         self.unfenced: dict[int, list[range]] = {}  # thread -> addresses of shared memory that it wrote
 
@@ -389,7 +389,6 @@ GL = SimpleNamespace(
     float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, int64=torch.int64,
     join=lambda x, y: _value(torch.stack((x, y), -1)), split=lambda x: x.unbind(-1),
     program_id=lambda axis: _value(_own.program.number), static_range=range, load=_load, store=_store,
-    num_programs=lambda axis: _value(_own.program.of),
     arange=lambda begin, end, layout=None: _value(torch.arange(begin, end)),
     zeros=lambda shape, dtype, layout=None: _value(torch.zeros(shape, dtype=dtype)),
     zeros_like=torch.zeros_like, convert_layout=lambda x, layout: x.clone(),
@@ -446,7 +445,7 @@ def emulate(kernel: Any, programs: int, arguments: dict[str, Any], seed: int = 0
         kernel = kernel.kernel
     with _in_python(kernel.fn.__module__), torch.no_grad():
         for number in range(programs):
-            program = Program(number, programs)
+            program = Program(number)
             _begin(program, seed + number)
             kernel.fn(**given)
             _end()

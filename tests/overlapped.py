@@ -80,7 +80,7 @@ def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int 
           gradients: bool = False, oracle: bool = False) -> list[torch.Tensor]:
     """Call a delta rule; return o and any final state, or the gradients of the inputs.
 
-    much: bytes of a table of states from which backward has two parts of the time axis.
+    much: bytes of a table of states from which backward has two sections of the time axis.
     shift: as in ``sequences``.
     long_keys: the first head has longer keys, all in the same direction. Each token multiplies the state in
         that direction by -2.2, so the head's sequence cannot be split into segments. Its values are zero
@@ -201,8 +201,10 @@ LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
     "delta, a head that is not split": partial(delta, T=384, gated=False, long_keys=True),
     "delta, a head that is not split, gradients": partial(delta, T=384, gated=False, long_keys=True,
                                                           gradients=True),
-    "gated delta, two parts of the time axis, gradients": partial(delta, T=448, H=48, HV=48, D=64, state=True,
-                                                                  much=0, gradients=True),
+    "gated delta, two sections of time, gradients": partial(delta, T=448, H=48, HV=48, D=64, state=True,
+                                                            much=0, gradients=True),
+    "delta, two sections of time, gradients": partial(delta, T=448, H=48, HV=48, D=64, gated=False, much=0,
+                                                      gradients=True),
     "KDA, as in its layer, many chunks, gradients": partial(channels, "chunk_kda", T=1024, layer=True,
                                                             state=True, gradients=True),
     "gated delta, many chunks, not aligned, gradients": partial(delta, T=1024, state=True, shift=1,

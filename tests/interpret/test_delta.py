@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
+from flashlin.ops.delta_rule import FAMILY
 from flashlin.testing.compare import poisoned
 
 
@@ -37,9 +38,18 @@ def test_beta_in_the_dtype_of_q_gives_the_same_bits() -> None:
     half = [x.detach().half().requires_grad_() for x in (q, k, v, beta)]
     own = results([*half[:3], g, half[3], h0])
     copied = results([*half[:3], g, half[3].detach().float().requires_grad_(), h0])
-    assert own[6].dtype == torch.float16
     for got, wanted in zip(own, copied, strict=True):
         assert torch.equal(got, wanted.to(got.dtype))
+
+
+@pytest.mark.parametrize(("q", "beta", "read"), [
+    (torch.float16, torch.float16, torch.float16), (torch.float16, torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16, torch.float32), (torch.float32, torch.float64, torch.float32)])
+def test_kernels_read_beta_in_float32_or_in_the_dtype_of_q(q: torch.dtype, beta: torch.dtype,
+                                                           read: torch.dtype) -> None:
+    x = FAMILY.operator.tensors(*[x.to(q) for x in leaves(1, 4, 1)[:3]], torch.rand(1, 4, 2).to(beta), *[None] * 4)
+    how = FAMILY.scalars(1.0, False, False, q, "chunk", False, "chunk_delta_rule")
+    assert FAMILY.cast(x, how, "native")[0][3].dtype == read
 
 
 @pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 70]], ids=["dense", "packed"])

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlin import kernels
 from flashlin.compat.descriptors import Described, described
+from flashlin.kernels.delta.backward import MUCH
 from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
 from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers
 from tests import gluon_on_cpu
@@ -44,8 +45,6 @@ CALLS: dict[str, tuple[str, Callable[..., list[torch.Tensor]]]] = {
     "delta, gradients": ("delta_overlapped_back", partial(delta, **ONE, v_first=True, gradients=True)),
     "delta of grouped heads, gradients": ("delta_overlapped_grads", partial(
         delta, **{**ONE, "HV": 2, "D": 128}, V=64, gradients=True)),
-    "delta, two parts of the time axis, gradients": ("delta_overlapped_grads", partial(
-        delta, **{**ONE, "B": 2}, much=0, gradients=True)),
     "delta of segments": ("delta_overlapped_alone delta_overlapped_inverse", partial(
         delta, **{**ONE, "T": 1152, "HV": 2})),
     "KDA": ("dplr_overlapped", partial(channels, "chunk_kda", **{**ONE, "HV": 2}, V=128)),
@@ -70,6 +69,18 @@ def test_results_are_right_in_random_orders(name: str, seed: int) -> None:
     assert {*kernel.split()} <= {*names}
     right = call(torch.device("cpu"), **({"oracle": True} if call.func in (channels, delta) else {}))
     assert max(far(*pair) for pair in zip(ours, right, strict=True)) < 0.02
+
+
+@pytest.mark.parametrize("facts", [{"B": 2, "v_first": True}, {"B": 2, "gated": False, "state": False}, {
+    "HV": 2, "V": 128}], ids=["gated", "no gate", "groups"])
+@pytest.mark.alternate
+def test_two_sections_of_time_give_the_same_bits_as_one(facts: dict[str, Any]) -> None:
+    found = []
+    for much, starts in ((MUCH, 1), (0, 2)):
+        with running() as names:
+            found.append(delta(torch.device("cpu"), **{**ONE, "T": 256, **facts}, much=much, gradients=True))
+        assert [names.count(name) for name in ("delta_overlapped_back", "delta_overlapped_grads")] == [1, starts]
+    assert all(map(torch.equal, *found))
 
 
 def test_every_gluon_kernel_has_a_call() -> None:

@@ -42,9 +42,9 @@ def test_no_more_is_taken_than_before(op: str, card: None) -> None:
 
 
 def test_gated_delta_rule_takes_at_most_950_mib(card: None) -> None:
-    """Its backward computes one part of the time axis after another. Before, it took 1,300 MiB here."""
-    *_, third = memory.peaks(find("chunk_gated_delta_rule"), Shape(4, 4096, 32, 128))
-    assert third.size <= 950 * 2**20
+    """Its backward computes two sections of the time axis in turn. Before, it took 1,300 MiB here."""
+    first, _, third = memory.peaks(find("chunk_gated_delta_rule"), Shape(4, 4096, 32, 128))
+    assert first.size <= 1000 * 2**20 and third.size <= 950 * 2**20
 
 
 def test_simple_gla_takes_at_most_0_6_of_what_fla_does(card: None) -> None:

@@ -1,9 +1,9 @@
 """Backward kernels of the delta families. All of them are deterministic.
 
-A scan recomputes the states, a reverse scan computes their gradients, and a last kernel computes the other
-gradients of all chunks in parallel. See forward.py for the notation; dh is the gradient of the state after
-a chunk, and ds_ij = scale e^{G_i - G_j} (do_i . u_j) for j <= i. The reverse scan is split over V like the
-forward scan. It computes:
+A reverse scan computes the gradients of the states, a scan recomputes the states, and a last kernel computes
+the other gradients of all chunks in parallel. See forward.py for the notation; dh is the gradient of the
+state after a chunk, and ds_ij = scale e^{G_i - G_j} (do_i . u_j) for j <= i. The reverse scan is split over V
+like the forward scan. It computes:
 
     du_j = sum_{i >= j} scale e^{G_i - G_j} (q_i . k_j) do_i + e^{G_L - G_j} k_j dh
     dy = A^T du
@@ -56,8 +56,9 @@ from flashlin.kernels.tile_ops import (
     zero_gaps,
 )
 
-MUCH = 3 * 2**26  # bytes of a table of states from which the time axis has two parts, to save memory
-IN_TIME = ("q", "k", "v", "A", "u", "dy", "do", "betas", "G", "dq", "dk", "dv", "dbeta", "dg")  # [_, T, ...]
+MUCH = 3 * 2**26  # bytes of a table of states from which the time axis has two sections, to save memory
+# Tensors whose second dimension has tokens: [B, T, ...], or [HV, B * T] for betas and G.
+OF_TOKENS = ("q", "k", "v", "A", "u", "dy", "do", "betas", "G", "dq", "dk", "dv", "dbeta", "dg")
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -291,7 +292,8 @@ def delta_grads(
     dq, dk: [rows, HV, K].
     dp: [rows, HV, K], or None.
     dv: [rows, HV, V].
-    dbeta, dg: [rows, HV], fp32.
+    dbeta: [rows, HV].
+    dg: [rows, HV], fp32.
     bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
@@ -324,21 +326,24 @@ def delta_grads(
                        BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
-def tables(batch: Batch, part: dict[str, Any], paired: bool, parted: bool, BT: int) -> int:
-    """Make the tables ``states`` and ``dstates``, with one entry for each chunk, and store them in part.
+def tables(batch: Batch, part: dict[str, Any], paired: bool, divided: bool, BT: int) -> int:
+    """Make the table ``dstates``, with one entry for each chunk, and store it in part.
 
-    Return the number of tokens of the first part of the time axis. Normally this is T. If the tables are
-    large and parted is True, it is a third of T. Then only the first part of ``states`` has its own memory.
-    The second part overwrites it and the first part of ``dstates``, which is not needed any longer.
+    Return the number of tokens of the first section of the time axis. Normally this is T. If the table is
+    large and divided is True, it is a third of T, and ``states`` is made here, too. Then only the first
+    section of ``states`` has its own memory. The second section overwrites it and the first section of
+    ``dstates``, which is not needed any longer.
 
     part: the arguments that all launches of a slice share, see ``Batch.parts``.
-    parted: True if the kernels of all three steps can compute a part of the time axis.
+    divided: True if the kernels after the reverse scan can compute one section after the other.
     """
     N, like = part["N"], (batch.HV, batch.K, batch.V)
     T: int = batch.T
-    tokens, part["whole"], part["entries"] = T, T, (T // BT + 1) // 2 if paired else T // BT + 1
-    part["slots"] = N * part["entries"] if paired else part["slots"]
-    if parted and part["slots"] * math.prod(like) * part["v"].element_size() > MUCH:
+    tokens, part["whole"], part["entries"] = T, T, T // BT + 1
+    if paired:
+        part["entries"] = (T // BT + 1) // 2
+        part["slots"] = N * part["entries"]
+    if divided and part["slots"] * math.prod(like) * part["v"].element_size() > MUCH:
         tokens = -(-T // (6 * BT)) * 2 * BT
     if tokens == T:
         part["dstates"] = part["v"].new_empty(part["slots"], *like)
@@ -350,13 +355,15 @@ def tables(batch: Batch, part: dict[str, Any], paired: bool, parted: bool, BT: i
     return tokens
 
 
-def in_time(batch: Batch, part: dict[str, Any], tokens: int, BT: int,
-            v_first: bool) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of the kernels that restore states and compute gradients, for each part of time.
+def sections(batch: Batch, part: dict[str, Any], tokens: int, BT: int,
+             v_first: bool) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of the kernels that restore states and compute gradients, section by section.
 
-    ``ht`` carries the states from the first part to the second. It is None if there is only one part.
+    ``ht`` carries the states from the first section to the second. It is None if there is only one, and then
+    the table ``states`` is made here. Views of the second section have gaps between sequences. The kernels
+    use only their addresses, and ``whole`` as the distance of sequences.
 
-    tokens: tokens of the first part, see ``tables``. v_first: the layout of states.
+    tokens: tokens of the first section, see ``tables``. v_first: the layout of states.
     """
     T, HV, K, V = batch.T, batch.HV, batch.K, batch.V
     part["ht"] = None
@@ -366,7 +373,7 @@ def in_time(batch: Batch, part: dict[str, Any], tokens: int, BT: int,
         return
     part["ht"] = part["v"].new_empty(part["N"], HV, *((V, K) if v_first else (K, V)), dtype=torch.float32)
     yield {**part, "T": tokens, "S": tokens // BT}
-    later = {name: part[name][:, tokens:] for name in IN_TIME}
+    later = {name: part[name][:, tokens:] for name in OF_TOKENS if part[name] is not None}
     yield {**part, **later, "T": T - tokens, "S": (T - tokens) // BT, "rows": part["rows"] - tokens,
            "h0": part["ht"], "dstates": part["dstates"][tokens // (2 * BT):],
            "slots": part["slots"] - tokens // (2 * BT)}
@@ -398,6 +405,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         kernel, backwards = delta_overlapped_back, short
     overlapped, BT = OVERLAPPED in finishing.traits, finishing.block("BT")
     paired = OVERLAPPED in finishing.traits & restoring.traits & reversing.traits
+    divided = whole and not batch.split and paired
     for part in batch.parts(reversing, **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
                             R=lines.shape[2]):
         part["betas"], part["G"] = columns(lines, part)
@@ -405,12 +413,14 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
             part["do"] = part["do"].to(x.v.dtype)  # these kernels load tensors of one dtype
         part["dy"] = part["dv"] if overlapped else torch.empty_like(part["v"])
         part["u"] = part["dq"] if overlapped and K == V else torch.empty_like(part["v"])
-        tokens = tables(batch, part, paired, paired and not batch.split, BT)
+        tokens = tables(batch, part, paired, divided, BT)
         enter_segments(batch, part, reverse, has_dht=dht is not None, back=True)
         back_by_transfers(batch, part, kernel, backwards, "dy", "dstates")
         batch.scan(kernel, dict(backwards, HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None,
                                 ALONE=False), {**part, "windows_back": None})
-        for mine in in_time(batch, part, tokens, BT, how.state_v_first) if whole and batch.T else ():
+        if not whole or not batch.T:
+            continue
+        for mine in sections(batch, part, tokens, BT, how.state_v_first):
             ends = dict(HAS_H0=mine["h0"] is not None)
             if OVERLAPPED in restoring.traits:
                 from flashlin.kernels.delta.overlapping import delta_overlapped
@@ -424,5 +434,6 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
                 start(finishing, delta_overlapped_grads, programs, dict(K=K, DECAY=batch.decay), mine)
             else:
                 start(finishing, delta_grads, programs, dict(constants, GAPS=batch.gaps), mine)
+            mine.clear()  # frees the tables before gradients are summed
     zero_forgotten(grads["dg"], x.g)
     return batch.by_tensor(grads)

@@ -233,7 +233,8 @@ def delta_overlapped_grads(
     v: [rows, HV, V].
     betas, G: [HV, R], fp32.
     dv: [rows, HV, V].
-    dbeta, dg: [rows, HV], fp32.
+    dbeta: [rows, HV].
+    dg: [rows, HV], fp32.
     T: tokens to compute of each sequence, a multiple of BT.
     N: number of sequences.
     whole: rows from a sequence to the next, at least T.

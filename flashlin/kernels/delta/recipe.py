@@ -22,8 +22,8 @@ STAGES_BACK = 2  # chunks in the ring buffer of the Gluon reverse scan; each nee
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
     """Return the launches of a chunked delta rule.
 
-    Forward inverts a matrix for each chunk, then runs the scan. For gradients, a scan recomputes the states,
-    a reverse scan computes their gradients, and a last kernel computes the gradients of each chunk.
+    Forward inverts a matrix for each chunk, then runs the scan. For gradients, a reverse scan computes those
+    of the states, a scan recomputes the states, and a last kernel computes the gradients of each chunk.
     narrow: True for strips of half as many state columns.
     """
     before = "p" in problem.options  # the launch table has separate entries for kernels with p

@@ -6,7 +6,7 @@ A family declares its tensors. kernels/<name>/forward.py and backward.py compute
     launch_backward(plan, x, how, do, dht, needs, *kept) -> gradients by name, None if not requested
 
 x: the Inputs of kernels/<name>/inputs.py. All tensors are contiguous. The 16-bit tensors share one dtype, and
-    wide tensors are float32.
+    wide tensors are float32, or have the dtype of q (``Argument.either``).
 how: the Scalars.
 needs: the names of the tensors that need a gradient.
 

@@ -117,6 +117,12 @@ def _storage_of(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
+def _contains(x: Tensor, address: int) -> bool:
+    """Return True if the address is between the first and the last element of x."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return 0 <= address - x.data_ptr() <= last * x.element_size()
+
+
 def _look(x: Tensor) -> Any:
     """Return a key that is equal for two tensor objects that view the same memory in the same layout.
 
@@ -212,10 +218,12 @@ class _Memory:
 
         Raises KeyError if the tensor cannot be determined.
         """
-        address, owners = x.data_ptr(), self.stored[_storage_of(x)]
-        if address in self.begins:
-            return self.begins[address], 0
-        if len(owners) > 1:  # several given tensors share this memory and may be apart in the next run
+        address = x.data_ptr()
+        owners = [at for at in self.stored[_storage_of(x)] if _contains(self.every[at], address)]
+        at = self.begins.get(address)
+        if at is not None and (len(owners) == 1 or x.numel() == self.every[at].numel()):
+            return at, 0
+        if len(owners) != 1:  # several given tensors share this memory and may be apart in the next run
             raise KeyError(address)
         return owners[0], address - self.every[owners[0]].data_ptr()
 
