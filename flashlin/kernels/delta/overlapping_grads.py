@@ -67,7 +67,6 @@ def passed_on(group: gl.constexpr, state, rows, scaled_of, q, k, factors, kept):
     float32. factors: scale e^G, e^{G_L - G} and beta e^G of each row.
     """
     s_do, s_u, s_dy = rows
-    BV: gl.constexpr = s_u.shape[1]
     BK: gl.constexpr = state.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     entered, left, written = factors
