@@ -85,13 +85,12 @@ def simple_gla_dq(
 
     One program computes BK channels of one head.
 
-    h0: the states that enter the sequences or, if these are split, the segments.
-
     k: [rows, H // GROUP, K].
     v, do: [rows, H, V].
     G: [H, R], fp32.
     gamma: [H].
-    h0: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K].
+    h0: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]; the states that enter the sequences or, if
+        these are split, the segments.
     dq: [rows, H, K].
     bounds: [N + 1] or None.
     """
@@ -144,13 +143,12 @@ def simple_gla_dk(
 
     One program computes BK channels of one head.
 
-    dht: gradients of the states that leave the sequences or, if these are split, the segments.
-
     q: [rows, H // GROUP, K].
     v, do: [rows, H, V].
     G: [H, R], fp32.
     gamma: [H].
-    dht: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K].
+    dht: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]; gradients of the states that leave the
+        sequences or, if these are split, the segments.
     dk: [rows, H, K].
     bounds: [N + 1] or None.
     """
