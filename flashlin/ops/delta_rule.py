@@ -34,7 +34,7 @@ def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
     B, T, HV = beta.shape
     A = q.new_empty(B, T, HV, BLOCK)
     lost = torch.empty_like(A) if needs_grad and q.dtype != torch.float32 else None
-    return A, lost, q.new_empty(2, HV, B * T, dtype=torch.float32)
+    return A, lost, q.new_empty(4, HV, B * T, dtype=torch.float32)
 
 
 FAMILY = Chunked("delta", inputs.Inputs, {

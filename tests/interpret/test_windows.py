@@ -355,9 +355,13 @@ def test_facts_of_a_gated_delta_rule() -> None:
     chunks = [(b, begin, min(begin + 64, T)) for b in range(B) for begin in (0, 64)]
     G = torch.cat([g[b, begin:end].cumsum(0) / math.log(2) for b, begin, end in chunks]).T.contiguous()
     facts = torch.full((HV, windows.FACTS, len(chunks)), torch.nan)
+    squares = torch.full((4, HV, B * T), torch.nan)
+    for x, y, xx, yy in ((k, v, squares[0], squares[1]), (q, do, squares[2], squares[3])):
+        parts.delta_norms[-(-B * T // 64) * (H + HV),](
+            x, y, xx, yy, B * T, H, HV, B * T, K=K, V=V, BT=64, BK=16)
     parts.delta_facts[len(chunks) * HV,](
-        k, q, v, do, beta.view(-1, HV).T.contiguous(), G, facts, scale, T, H, HV, B * T, 2, K=K, V=V, BT=64,
-        BK=16, FACTS=windows.FACTS)
+        *squares, beta.view(-1, HV).T.contiguous(), G, facts, scale, T, H, HV, B * T, 2, BT=64,
+        FACTS=windows.FACTS)
     for i, (b, begin, end) in enumerate(chunks):
         for head in range(HV):
             rows = (b, slice(begin, end))

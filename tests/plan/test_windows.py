@@ -65,7 +65,7 @@ def test_where_they_are_not(given: dict[str, Any]) -> None:
 def test_gated_delta_rules(given: dict[str, Any], planned: bool) -> None:
     given = {"op": "chunk_gated_delta_rule", "options": ("g",), **given}
     names = kernels(**given)
-    assert ({"delta_facts", "dplr_windows"} <= names) == ("dplr_windows" in names) == planned
+    assert ({"delta_norms", "delta_facts", "dplr_windows"} <= names) == ("dplr_windows" in names) == planned
     assert not planned or "delta_overlapped_alone" in names
 
 
@@ -77,6 +77,14 @@ def test_kernels_in_gluon_of_delta_rules_have_run(T: int, H: int, backward: bool
     assert {"delta_overlapped_inverse", "delta_overlapped"} <= names and "delta_reverse" not in names
     assert ({"delta_overlapped_back", "delta_overlapped_grads"} <= names) == backward
     assert ({"delta_facts", "dplr_windows", "delta_overlapped_alone"} <= names) == split
+
+
+@pytest.mark.parametrize("machine", ["H200,triton=3.6.0", "A100,triton=3.6.0"])
+def test_grouped_heads_are_summed_by_a_kernel_that_has_run(machine: str) -> None:
+    """Elsewhere torch adds them."""
+    for options in (("g",), ("g", "gva")):
+        names = kernels(4096, 128, options, True, machine, op="chunk_gated_delta_rule", canary="auto")
+        assert ("sum_heads" in names) == ("gva" in options and machine.startswith("H200"))
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -40,7 +40,7 @@ from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
-from flashlin.kernels.delta.forward import columns, delta_states
+from flashlin.kernels.delta.forward import delta_states, put_columns
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.parts import enter_segments
 from flashlin.kernels.delta.steps import rows_of, sums_read
@@ -406,7 +406,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         finishing.traits & restoring.traits & reversing.traits)
     for part in batch.parts(reversing, **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
                             R=lines.shape[2]):
-        part["betas"], part["G"] = columns(lines, part)
+        put_columns(lines, part)
         if overlapped or OVERLAPPED in reversing.traits:
             part["do"] = part["do"].to(x.v.dtype)  # these kernels load tensors of one dtype
         part["dy"] = part["dv"] if overlapped else torch.empty_like(part["v"])

@@ -362,7 +362,8 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     o: outputs [B, T, HV, V]. ht: final states or None. The others are kept for backward:
     A: [B, T, HV, 64], the inverse of each chunk. With chunks of BT < 64 tokens, a row has BT elements.
     A_low: the rounding error of A if it has 16 bits and gradients are needed, else None.
-    lines: [2, HV, B * T], float32: beta, and the cumulative sums of g.
+    lines: [4, HV, B * T], float32: beta, the cumulative sums of g and, if segments have windows, the squared
+    norms of k (in the first H lines) and of v.
     """
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
@@ -372,13 +373,12 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     # The kernels store rows of BT elements here. BT is unknown when torch.compile traces with fake tensors.
     A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
     A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
-    lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
+    lines = torch.empty(4, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
     constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=batch.decay,
                      EARLIER=x.p is not None)
     scanned = dict(constants, V=V, V_FIRST=how.state_v_first)
     for part in batch.parts(scanning, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
-        n, (betas, G) = part["N"], columns(lines, part)
-        part.update(betas=betas, G=G)
+        n, G = part["N"], put_columns(lines, part)
         if OVERLAPPED in inverting.traits:
             from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
             lining = plan.launch("delta_lines")
@@ -403,11 +403,13 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     return o, ht, A, A_low, lines
 
 
-def columns(lines: torch.Tensor, part: dict[str, Any]) -> torch.Tensor:
-    """Return the columns of lines [2, HV, rows] that belong to a slice of the batch, as a view.
+def put_columns(lines: torch.Tensor, part: dict[str, Any]) -> torch.Tensor:
+    """Put the columns of lines [4, HV, rows] that belong to a slice of the batch into part.
 
-    part: the values of ``Batch.parts`` for the slice. Packed sequences use all columns.
+    Return the columns of G. part: the values of ``Batch.parts`` for the slice. Packed sequences use all
+    columns.
     """
-    if part["bounds"] is not None:
-        return lines
-    return lines[..., part["part"].start * part["T"]:part["part"].stop * part["T"]]
+    if part["bounds"] is None:
+        lines = lines[..., part["part"].start * part["T"]:part["part"].stop * part["T"]]
+    part.update(zip(("betas", "G", "kk", "vv"), lines, strict=True))
+    return lines[1]

@@ -82,43 +82,62 @@ def delta_alone(
         tl.store(transfer + at, h, mask=inside & (length > 0))
 
 
+@triton.jit(do_not_specialize=["rows", "R"])
+def delta_norms(x, y, xx, yy, rows, H, HV, R, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                BK: tl.constexpr):
+    """Write the squared norms of BT rows of one head of x to xx, or of y to yy.
+
+    x: [rows, H, K].
+    y: [rows, HV, V].
+    xx, yy: [HV, R], fp32; only H lines of xx are used.
+    """
+    program = tl.program_id(0)
+    line = program % (H + HV)
+    first = (program // (H + HV)).to(tl.int64) * BT
+    length = tl.minimum(rows - first, BT)
+    own = tl.arange(0, BT)
+    if line < H:
+        squares = squares_of(x, first, length, line, H, D=K, BT=BT, BD=BK)
+        tl.store(xx + line.to(tl.int64) * R + first + own, squares, mask=own < length)
+    else:
+        squares = squares_of(y, first, length, line - H, HV, D=V, BT=BT, BD=BK)
+        tl.store(yy + (line - H).to(tl.int64) * R + first + own, squares, mask=own < length)
+
+
 @triton.jit(do_not_specialize=["T", "R", "S", "scale"])
 def delta_facts(
-    k, q, v, do, betas, G, facts, scale, T, H, HV, R, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, FACTS: tl.constexpr,
+    kk, vv, qq, oo, betas, G, facts, scale, T, H, HV, R, S, BT: tl.constexpr, FACTS: tl.constexpr,
 ):
-    """Store numbers that bound how each chunk changes states and, given do, the gradients of states.
+    """Store numbers that bound how each chunk changes states and, given qq, the gradients of states.
 
     ``dplr/windows.py`` derives the bounds. One program computes one chunk of one head, of dense sequences.
 
-    k, q: [rows, H, K].
-    v, do: [rows, HV, V]; do is None in forward.
+    kk, vv, qq, oo: [HV, R], fp32: squared norms of k, v, q and do; qq and oo are None in forward.
     betas, G: [HV, R], fp32.
     facts: [HV, FACTS, chunks], fp32.
     """
     program = tl.program_id(0)
     i_h = program % HV
-    i_qk = i_h // (HV // H)
     chunk = program // HV
     t0 = chunk % S * BT
-    first = (chunk // S).to(tl.int64) * T + t0
-    length = tl.minimum(T - t0, BT)
     rows = tl.arange(0, BT)
-    b_beta = rows_of(betas, first, 0, length, i_h, R, BT)
-    line = G + i_h.to(tl.int64) * R + first + rows
-    highest = tl.load(line, mask=rows < length, other=0.0)  # G is summed within chunks
-    highest -= tl.load(line - 1, mask=(rows > 0) & (rows < length), other=0.0)
-    kk = squares_of(k, first, length, i_qk, H, D=K, BT=BT, BD=BK)
-    ww = squares_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK) * b_beta * b_beta
-    qq, oo = kk, ww
-    READS: tl.constexpr = do is not None
-    if do is not None:
-        qq = squares_of(q, first, length, i_qk, H, D=K, BT=BT, BD=BK) * (scale * scale)
-        oo = squares_of(do, first, length, i_h, HV, D=V, BT=BT, BD=BK)
+    inside = t0 + rows < T
+    line = i_h.to(tl.int64) * R + (chunk // S).to(tl.int64) * T + t0 + rows
+    shared = (i_h // (HV // H) - i_h).to(tl.int64) * R + line
+    b_beta = tl.load(betas + line, mask=inside, other=0.0)
+    highest = tl.load(G + line, mask=inside, other=0.0)  # G is summed within chunks
+    highest -= tl.load(G + line - 1, mask=inside & (rows > 0), other=0.0)
+    b_kk = tl.load(kk + shared, mask=inside, other=0.0)
+    ww = tl.load(vv + line, mask=inside, other=0.0) * b_beta * b_beta
+    b_qq, b_oo = b_kk, ww
+    READS: tl.constexpr = qq is not None
+    if qq is not None:
+        b_qq = tl.load(qq + shared, mask=inside, other=0.0) * (scale * scale)
+        b_oo = tl.load(oo + line, mask=inside, other=0.0)
     stride = tl.num_programs(0) // HV
     at = facts + i_h.to(tl.int64) * (FACTS * stride) + chunk
-    store_facts(at, stride, highest, kk, -kk * b_beta, kk * b_beta * b_beta, ww, qq, oo, length=length, BT=BT,
-                READS=READS)
+    store_facts(at, stride, highest, b_kk, -b_kk * b_beta, b_kk * b_beta * b_beta, ww, b_qq, b_oo,
+                length=tl.minimum(T - t0, BT), BT=BT, READS=READS)
 
 
 def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any], has_dht: bool = False,
@@ -136,10 +155,17 @@ def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any]
     plan, kernel = batch.plan, delta_alone
     part.update(windows=None, windows_back=None)
     if plan.has("dplr_windows"):
-        chunks = part["N"] * part["S"]
+        norms, chunks = plan.launch("delta_norms"), part["N"] * part["S"]
+        programs = -(-part["rows"] // norms.block("BT")) * (batch.H + batch.HV)
+        x, y, xx, yy = (part[name] for name in ("k", "v", "kk", "vv"))
+        part.update(qq=None, oo=None)
+        if back:  # forward has kept the norms of k and v
+            x, y = part["q"], part["do"]
+            xx, yy = torch.empty(2, batch.HV, part["R"], dtype=torch.float32, device=batch.device)
+            part.update(qq=xx, oo=yy)
+        start(norms, delta_norms, programs, dict(x=x, y=y, xx=xx, yy=yy, K=batch.K, V=batch.V), part)
         part["facts"] = torch.empty(batch.HV, FACTS, chunks, dtype=torch.float32, device=batch.device)
-        start(plan.launch("delta_facts"), delta_facts, chunks * batch.HV, dict(
-            K=batch.K, V=batch.V, FACTS=FACTS), {"do": None, **part})
+        start(plan.launch("delta_facts"), delta_facts, chunks * batch.HV, dict(FACTS=FACTS), part)
         find_windows(plan, part, 0, back)
     if plan.has("delta_overlapped_alone"):
         from flashlin.kernels.delta.overlapping_alone import delta_overlapped_alone

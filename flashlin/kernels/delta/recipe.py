@@ -69,10 +69,11 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         alone = _overlapped_alone(problem, target, part, BT) if scans.many(problem, target, part) else None
         # without gradients, heads of 64 get 6 % faster or 22 % slower (benchmarks/notes/delta-rule.md)
         if alone and "g" in problem.options and (back or (not problem.needs_grad and problem.K > BLOCK)):
-            # 1 and 4 warps were slower (benchmarks/notes/delta-rule.md)
-            facts = scans.over_tokens("delta_facts", problem, dict(BT=BT, BK=min(64, wide)), num_warps=2)
+            norms = dict(BT=BT, BK=min(64, wide))
+            facts = [scans.over_tokens("delta_norms", problem, norms, columns=2 * problem.H),
+                     scans.over_tokens("delta_facts", problem, dict(BT=BT), num_warps=1)]
             windows = scans.windows_launch(problem, target, part, BT)
-            kernels += [facts, windows] if windows and scans.ran([facts], problem, target) else []
+            kernels += [*facts, windows] if windows and scans.ran(facts, problem, target) else []
         kernels += [alone or walk("delta_alone", states),
                     scans.carry_launch(problem, target, part, transfer=True)]
     # With p, K from 65 to 128 and 16 bits, registers are scarce. So delta_grads computes half as many
@@ -103,7 +104,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         if narrow or not fast:  # it also restores the states, but with fewer programs than narrow strips
             kernels.append(walk("delta_states", states))
         kernels += [back or walk("delta_reverse", reverse, moved), _overlapped_grads(problem, target, BT)
-                    or scans.least_spilled_that_fits(grads, target)]
+                    or scans.least_spilled_that_fits(grads, target), *scans.sum_launch(problem, target)]
     return tuple(kernels)
 
 
