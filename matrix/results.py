@@ -404,12 +404,12 @@ def one_a_line(fields: dict[str, Any]) -> str:
     """Return JSON with one line for each entry of a long value, so that a diff shows the changed entries."""
     def block(value: Any) -> str:
         if isinstance(value, dict):
-            entries = [f"{compact(name)}: {compact(one)}" for name, one in value.items()]
+            entries = [f"{compact(name)}:{compact(one)}" for name, one in value.items()]
         elif isinstance(value, (list, tuple)) and any(isinstance(one, (dict, list)) for one in value):
             entries = [compact(one) for one in value]
         else:
             return compact(value)
         opened, closed = "{}" if isinstance(value, dict) else "[]"
-        return f"{opened}\n " + ",\n ".join(entries) + f"\n{closed}" if entries else opened + closed
+        return f"{opened}\n" + ",\n".join(entries) + f"\n{closed}" if entries else opened + closed
     return "{\n" + ",\n".join(f"{compact(name)}: {block(value)}"
                               for name, value in fields.items()) + "\n}\n"

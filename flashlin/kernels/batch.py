@@ -14,7 +14,7 @@ from flashlin.compat import tf32
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Launch, Plan
 from flashlin.kernels.configs import FORGOTTEN
-from flashlin.kernels.tile_ops import gate_cumsum
+from flashlin.kernels.tile_ops import gate_cumsum, sum_heads
 
 WHOLE = 2**31 - 1  # tokens of a segment if sequences are not split
 # The constexpr DECAY of kernels: none, one rate for each head (gamma), or one for each token and head (g).
@@ -150,6 +150,12 @@ class Batch:
         """
         if self.H == x.shape[2]:
             return x
+        if x.numel() and self.plan.has("sum_heads"):
+            made, launch = x.new_empty(self.B, self.T, self.H, self.K), self.plan.launch("sum_heads")
+            rows = self.B * self.T * self.H
+            start(launch, sum_heads, -(-rows // launch.block("BT")), dict(
+                x=x, y=made, rows=rows, n=x.shape[2] // self.H, D=self.K))
+            return made
         heads: torch.Tensor = x.unflatten(2, (self.H, -1))
         return heads.sum(3).to(self.x.q.dtype)  # torch adds in float32, and rounds at the end
 

@@ -33,6 +33,7 @@ class Strip(NamedTuple):
 
 
 BLOCK = 64  # tokens over which decays are summed before the scans; the longest chunk
+FACTS = 5  # numbers of a chunk that bound its effect on states, see dplr/windows.py
 # Log decays below this value count as this value. The state is forgotten either way, and sums keep enough
 # digits even if they contain this value several times.
 FORGOTTEN = -126 * math.log(2)

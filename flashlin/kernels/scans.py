@@ -62,6 +62,14 @@ def cumsum_launch(problem: Problem, BT: int = BLOCK, kernel: str = "gate_cumsum"
     return over_tokens(kernel, problem, dict(BT=BT, BH=HEADS), columns=-(-problem.H // HEADS))
 
 
+def sum_launch(problem: Problem, target: Target) -> list[Launch]:
+    """Return the launch that sums gradients over heads with the same q and k, or none if torch adds them."""
+    if not problem.needs_grad or "gva" not in problem.options:
+        return []
+    launch = over_tokens("sum_heads", problem, {"BT": 32, "BD": padded(problem.K)}, columns=problem.H)
+    return [launch] if ran([launch], problem, target) else []
+
+
 def channel_sums_launch(problem: Problem, BT: int) -> Launch:
     """Return the launch that sums the decays of key channels within chunks of BT tokens."""
     columns = -(-problem.H * problem.K // CHANNELS)

@@ -63,6 +63,23 @@ def gate_cumsum(
                  mask=mask)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def sum_heads(x, y, rows, n, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Write y, the sums of n neighboring heads of x, added in float32 in the order of the heads.
+
+    x: [rows, n, D]; a row is one head of one token of the result.
+    y: [rows, D].
+    """
+    own = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    columns = tl.arange(0, BD)
+    mask = (own < rows)[:, None] & (columns < D)[None, :]
+    total = tl.zeros([BT, BD], dtype=tl.float32)
+    for i in range(n):
+        total += tl.load(x + (own * n + i)[:, None] * D + columns[None, :], mask=mask,
+                         other=0.0).to(tl.float32)
+    tl.store(y + own[:, None] * D + columns[None, :], total.to(y.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def decays(G, gamma, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr):
     """Return the cumulative log2 decays of a chunk's tokens, [BT], and their total for the chunk.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv
-from flashlin.kernels.configs import BLOCK
+from flashlin.kernels.configs import BLOCK, FACTS
 from flashlin.kernels.delta import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import CHUNK_SIZES, QKV, Argument, Chunked, Request, by_chunks, run_chunked
@@ -29,12 +29,16 @@ def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
     """Allocate the buffers that the forward kernels of ``kernels/delta/forward.py`` fill.
 
     The first holds the inverses of the chunks. The second holds their rounding errors in 16 bits, and is None
-    if it is not needed. The third is an fp32 buffer for beta and the cumulative g.
+    if it is not needed. The third is an fp32 buffer for beta and the cumulative g. The last is one for the
+    numbers from which backward finds windows.
     """
     B, T, HV = beta.shape
     A = q.new_empty(B, T, HV, BLOCK)
     lost = torch.empty_like(A) if needs_grad and q.dtype != torch.float32 else None
-    return A, lost, q.new_empty(2, HV, B * T, dtype=torch.float32)
+    lines = q.new_empty(2, HV, B * T, dtype=torch.float32)
+    if g is None or p is not None or not needs_grad:
+        return A, lost, lines, None
+    return A, lost, lines, lines.new_empty(HV, FACTS, B * -(-T // BLOCK))
 
 
 FAMILY = Chunked("delta", inputs.Inputs, {
@@ -42,7 +46,7 @@ FAMILY = Chunked("delta", inputs.Inputs, {
                             hint=" (a beta per value channel needs fused_recurrent)"),
     "g": Argument(("B", "T", "HV"), wide=True, optional=True),
     "p": Argument(("B", "T", "H", "K"), optional=True)},
-    torch_path.compute, kept=("A", "A_low", "lines"), room=_room, over_ranks=run_over_ranks)
+    torch_path.compute, kept=("A", "A_low", "lines", "facts"), room=_room, over_ranks=run_over_ranks)
 
 
 @entry

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
+from flashlin import dispatch
 from flashlin.ops.delta_rule import FAMILY
 from flashlin.testing.compare import poisoned
 
@@ -69,6 +70,19 @@ def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) ->
     o, ht, *grads = results(tensors, torch.tensor([3, 20, 33]))
     for x in (o, *grads[:5]):
         assert not x[:, :3].any() and not x[:, 33:].any() and x[:, 3:33].any()
+
+
+@pytest.mark.parametrize("K", [16, 24])
+def test_gradients_are_summed_over_the_heads_that_share_q_and_k(K: int) -> None:
+    x = leaves(B=2, T=21, N=2, H=2, HV=6, K=K)
+    alone = [y.detach().repeat_interleave(3, 2).requires_grad_() if y.shape[2] == 2 else y for y in x]
+    plans: list[flashlin.Plan] = []
+    with dispatch.watching(plans.append):
+        grouped, apart = results(x), results(alone)
+    assert [plan.has("sum_heads") for plan in plans if plan.problem.needs_grad] == [True, False]
+    for ours, right in zip(grouped, apart, strict=True):
+        right = right if ours.shape == right.shape else right.unflatten(2, (2, 3)).sum(3)
+        torch.testing.assert_close(ours, right)
 
 
 def test_lengths_share_a_graph() -> None:

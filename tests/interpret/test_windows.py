@@ -355,9 +355,10 @@ def test_facts_of_a_gated_delta_rule() -> None:
     chunks = [(b, begin, min(begin + 64, T)) for b in range(B) for begin in (0, 64)]
     G = torch.cat([g[b, begin:end].cumsum(0) / math.log(2) for b, begin, end in chunks]).T.contiguous()
     facts = torch.full((HV, windows.FACTS, len(chunks)), torch.nan)
-    parts.delta_facts[len(chunks) * HV,](
-        k, q, v, do, beta.view(-1, HV).T.contiguous(), G, facts, scale, T, H, HV, B * T, 2, K=K, V=V, BT=64,
-        BK=16, FACTS=windows.FACTS)
+    for x, y, back in ((k, v, False), (q, do, True)):
+        parts.delta_facts[len(chunks) * HV,](
+            x, y, beta.view(-1, HV).T.contiguous(), G, facts, scale, T, H, HV, B * T, 2, len(chunks), K=K, V=V,
+            BT=64, BK=16, FACTS=windows.FACTS, BACK=back)
     for i, (b, begin, end) in enumerate(chunks):
         for head in range(HV):
             rows = (b, slice(begin, end))
@@ -368,8 +369,11 @@ def test_facts_of_a_gated_delta_rule() -> None:
             added = key.norm(dim=1) * (rate[:, None] * v[rows][:, head]).norm(dim=1)
             pulled = (scale * q[rows][:, 0]).double().norm(dim=1) * do[rows][:, head].double().norm(dim=1)
             after = torch.cat([norm.flip(0).cumprod(0).flip(0)[1:], torch.ones(1)])
-            right = torch.stack([norm.log2().sum(), (added * after).sum(), added[-1],
-                                 (pulled * norm.cumprod(0)).sum(), pulled[0] * norm[0]])
+            through = decays.cumprod(0)
+            right = torch.stack([
+                norm.log2().sum(), (added * after).sum(), added[-1],
+                (pulled * through).sum() * norm.prod() / through[-1], pulled[0] * decays[0]])
+            assert (pulled * norm.cumprod(0)).sum() <= right[3] * (1 + 1e-12)  # the tighter bound
             torch.testing.assert_close(facts[head, :, i].double(), right, rtol=1e-4, atol=1e-4)
 
 

@@ -557,7 +557,7 @@ def read() -> Snapshots:
 def write(found: Snapshots) -> None:
     kept = {call: {text: ", ".join(machines) for text, machines in plans.items()}
             for call, plans in found.items()}
-    SNAPSHOTS.write_text(json.dumps(kept, indent=1) + "\n")
+    SNAPSHOTS.write_text(json.dumps(kept, indent=0) + "\n")
 
 
 @pytest.mark.alternate

@@ -79,6 +79,14 @@ def test_kernels_in_gluon_of_delta_rules_have_run(T: int, H: int, backward: bool
     assert ({"delta_facts", "dplr_windows", "delta_overlapped_alone"} <= names) == split
 
 
+@pytest.mark.parametrize("machine", ["H200,triton=3.6.0", "A100,triton=3.6.0"])
+def test_grouped_heads_are_summed_by_a_kernel_that_has_run(machine: str) -> None:
+    """Elsewhere torch adds them."""
+    for options in (("g",), ("g", "gva")):
+        names = kernels(4096, 128, options, True, machine, op="chunk_gated_delta_rule", canary="auto")
+        assert ("sum_heads" in names) == ("gva" in options and machine.startswith("H200"))
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_trial_leaves_out_a_kernel_that_is_known_to_fail(backward: bool,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:

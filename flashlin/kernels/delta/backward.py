@@ -40,7 +40,7 @@ from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
-from flashlin.kernels.delta.forward import columns, delta_states
+from flashlin.kernels.delta.forward import delta_states, put_columns
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.parts import enter_segments
 from flashlin.kernels.delta.steps import rows_of, sums_read
@@ -379,10 +379,11 @@ def sections(batch: Batch, part: dict[str, Any], tokens: int, BT: int,
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
                     needs: frozenset[str], A: torch.Tensor, A_low: torch.Tensor | None,
-                    lines: torch.Tensor) -> dict[str, torch.Tensor | None]:
+                    lines: torch.Tensor, facts: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
     """Run the backward launches of a plan; return the gradients by tensor name.
 
-    x, how: the arguments of launch_forward. A, A_low, lines: the results of launch_forward for backward.
+    x, how: the arguments of launch_forward. A, A_low, lines, facts: the results of launch_forward for
+    backward.
     do: gradient of the outputs, [B, T, HV, V]. dht: gradient of the final states, or None. needs: names of
     the tensors whose gradients are needed. The gradients of g and h0 are float32.
     """
@@ -406,7 +407,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         finishing.traits & restoring.traits & reversing.traits)
     for part in batch.parts(reversing, **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
                             R=lines.shape[2]):
-        part["betas"], part["G"] = columns(lines, part)
+        put_columns(part, lines, facts)
         if overlapped or OVERLAPPED in reversing.traits:
             part["do"] = part["do"].to(x.v.dtype)  # these kernels load tensors of one dtype
         part["dy"] = part["dv"] if overlapped else torch.empty_like(part["v"])

@@ -31,7 +31,7 @@ from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, summed
 from flashlin.kernels.chunked import Scalars
-from flashlin.kernels.configs import BLOCK
+from flashlin.kernels.configs import BLOCK, FACTS
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.parts import enter_segments
 from flashlin.kernels.delta.steps import rows_of, sums_read, written
@@ -356,13 +356,14 @@ def delta_states(
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
-        torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Run the forward launches of a plan; return (o, ht, A, A_low, lines).
+        torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Run the forward launches of a plan; return (o, ht, A, A_low, lines, facts).
 
     o: outputs [B, T, HV, V]. ht: final states or None. The others are kept for backward:
     A: [B, T, HV, 64], the inverse of each chunk. With chunks of BT < 64 tokens, a row has BT elements.
     A_low: the rounding error of A if it has 16 bits and gradients are needed, else None.
     lines: [2, HV, B * T], float32: beta, and the cumulative sums of g.
+    facts: what ``delta_facts`` stores if segments have windows and gradients are needed, else None.
     """
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
@@ -373,12 +374,16 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
     A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
     lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
+    facts = None
+    if plan.has("dplr_windows"):
+        facts = torch.empty(HV, FACTS, batch.B * -(-batch.T // BLOCK), dtype=torch.float32,
+                            device=batch.device)
     constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=batch.decay,
                      EARLIER=x.p is not None)
     scanned = dict(constants, V=V, V_FIRST=how.state_v_first)
     for part in batch.parts(scanning, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
-        n, (betas, G) = part["N"], columns(lines, part)
-        part.update(betas=betas, G=G)
+        put_columns(part, lines, facts)
+        n = part["N"]
         if OVERLAPPED in inverting.traits:
             from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
             lining = plan.launch("delta_lines")
@@ -387,7 +392,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
             start(inverting, delta_overlapped_inverse, n * part["S"] * HV, dict(
                 DECAY=batch.decay, shared=HV // batch.H), part)
         elif batch.T:
-            summed(plan, part["g"], part["bounds"], n, G)
+            summed(plan, part["g"], part["bounds"], n, part["G"])
             scratch = torch.empty(part["slots"], HV, scanning.block("BT"), 24, dtype=torch.float32,
                                   device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(
@@ -400,14 +405,18 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
             batch.scan(delta_overlapped, dict(own, **ends, states=None, whole=batch.T, entries=0), part)
         else:
             batch.scan(delta_scan, dict(scanned, **ends, GAPS=batch.gaps), part)
-    return o, ht, A, A_low, lines
+    return o, ht, A, A_low, lines, facts if plan.problem.needs_grad else None
 
 
-def columns(lines: torch.Tensor, part: dict[str, Any]) -> torch.Tensor:
-    """Return the columns of lines [2, HV, rows] that belong to a slice of the batch, as a view.
+def put_columns(part: dict[str, Any], lines: torch.Tensor, facts: torch.Tensor | None) -> None:
+    """Put the columns of lines and facts that belong to a slice of the batch into part, as views.
 
     part: the values of ``Batch.parts`` for the slice. Packed sequences use all columns.
+    lines, facts: see ``launch_forward``.
     """
-    if part["bounds"] is not None:
-        return lines
-    return lines[..., part["part"].start * part["T"]:part["part"].stop * part["T"]]
+    if part["bounds"] is None:
+        begin, end = part["part"].start, part["part"].stop
+        lines = lines[..., begin * part["T"]:end * part["T"]]
+        if facts is not None:
+            facts = facts[..., begin * part["S"]:end * part["S"]]
+    part.update(betas=lines[0], G=lines[1], facts=facts)

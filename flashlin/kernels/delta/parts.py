@@ -9,14 +9,14 @@ Then the matrix must be as exact as the reverse scan, which compensates rounding
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.kernels.batch import Batch
+from flashlin.kernels.configs import FACTS
 from flashlin.kernels.delta.steps import rows_of, sums_read, written
-from flashlin.kernels.dplr.windows import FACTS, find_windows, squares_of, store_facts
+from flashlin.kernels.dplr.windows import above, factor, find_windows, squares_of, store_facts
 from flashlin.kernels.sequence_split import added, by_transfers, identity_strip, part_of
 from flashlin.kernels.tile_ops import decays, state_offsets, tile
 
@@ -82,43 +82,47 @@ def delta_alone(
         tl.store(transfer + at, h, mask=inside & (length > 0))
 
 
-@triton.jit(do_not_specialize=["T", "R", "S", "scale"])
+@triton.jit(do_not_specialize=["T", "R", "S", "stride", "scale"])
 def delta_facts(
-    k, q, v, do, betas, G, facts, scale, T, H, HV, R, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, FACTS: tl.constexpr,
+    x, y, betas, G, facts, scale, T, H, HV, R, S, stride, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, FACTS: tl.constexpr, BACK: tl.constexpr,
 ):
-    """Store numbers that bound how each chunk changes states and, given do, the gradients of states.
+    """Store numbers that bound how each chunk changes states or, with BACK, the gradients of states.
 
     ``dplr/windows.py`` derives the bounds. One program computes one chunk of one head, of dense sequences.
+    With BACK, factors that are not decays count as if the first token had them all, which raises the bound.
+    So backward needs only their product, which follows from what forward has stored, and reads no k.
 
-    k, q: [rows, H, K].
-    v, do: [rows, HV, V]; do is None in forward.
+    x: k or, with BACK, q, [rows, H, K].
+    y: v or, with BACK, do, [rows, HV, V].
     betas, G: [HV, R], fp32.
-    facts: [HV, FACTS, chunks], fp32.
+    facts: [HV, FACTS, chunks], fp32, with ``stride`` between the numbers of a chunk.
     """
     program = tl.program_id(0)
     i_h = program % HV
-    i_qk = i_h // (HV // H)
     chunk = program // HV
     t0 = chunk % S * BT
     first = (chunk // S).to(tl.int64) * T + t0
     length = tl.minimum(T - t0, BT)
     rows = tl.arange(0, BT)
-    b_beta = rows_of(betas, first, 0, length, i_h, R, BT)
+    inside = rows < length
     line = G + i_h.to(tl.int64) * R + first + rows
-    highest = tl.load(line, mask=rows < length, other=0.0)  # G is summed within chunks
-    highest -= tl.load(line - 1, mask=(rows > 0) & (rows < length), other=0.0)
-    kk = squares_of(k, first, length, i_qk, H, D=K, BT=BT, BD=BK)
-    ww = squares_of(v, first, length, i_h, HV, D=V, BT=BT, BD=BK) * b_beta * b_beta
-    qq, oo = kk, ww
-    READS: tl.constexpr = do is not None
-    if do is not None:
-        qq = squares_of(q, first, length, i_qk, H, D=K, BT=BT, BD=BK) * (scale * scale)
-        oo = squares_of(do, first, length, i_h, HV, D=V, BT=BT, BD=BK)
-    stride = tl.num_programs(0) // HV
+    sums = tl.load(line, mask=inside, other=0.0)  # G is summed within chunks
+    xx = squares_of(x, first, length, i_h // (HV // H), H, D=K, BT=BT, BD=BK)
+    yy = squares_of(y, first, length, i_h, HV, D=V, BT=BT, BD=BK)
     at = facts + i_h.to(tl.int64) * (FACTS * stride) + chunk
-    store_facts(at, stride, highest, kk, -kk * b_beta, kk * b_beta * b_beta, ww, qq, oo, length=length, BT=BT,
-                READS=READS)
+    if BACK:
+        growth = tl.load(at) - tl.sum(tl.where(rows == length - 1, sums, 0.0), 0)
+        through = sums + tl.where(growth < 0.0, 0.0, growth)  # NaN stays NaN
+        share = above(xx, yy) * tl.abs(scale)
+        tl.store(at + 3 * stride, tl.sum(share * factor(through), 0))
+        tl.store(at + 4 * stride + rows * 0, tl.sqrt(xx) * tl.sqrt(yy) * tl.abs(scale) * tl.exp2(sums),
+                 mask=rows == 0)
+    else:
+        b_beta = rows_of(betas, first, 0, length, i_h, R, BT)
+        highest = sums - tl.load(line - 1, mask=inside & (rows > 0), other=0.0)
+        store_facts(at, stride, highest, xx, -xx * b_beta, xx * b_beta * b_beta, yy * b_beta * b_beta, xx, yy,
+                    length=length, BT=BT, READS=False)
 
 
 def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any], has_dht: bool = False,
@@ -128,7 +132,8 @@ def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any]
     Also store ``part["windows"]`` and, if back is True, ``part["windows_back"]``. Both are None if the plan
     does not launch ``dplr_windows``.
 
-    part: the arguments that launches share, see ``Batch.parts``.
+    part: the arguments that launches share, see ``Batch.parts``. If there are windows, backward reads
+        ``part["facts"]`` of forward.
     constants: arguments of ``delta_alone``.
     has_dht: True if ``back_by_transfers`` follows and the final states have gradients.
     back: True in backward.
@@ -136,10 +141,9 @@ def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any]
     plan, kernel = batch.plan, delta_alone
     part.update(windows=None, windows_back=None)
     if plan.has("dplr_windows"):
-        chunks = part["N"] * part["S"]
-        part["facts"] = torch.empty(batch.HV, FACTS, chunks, dtype=torch.float32, device=batch.device)
-        start(plan.launch("delta_facts"), delta_facts, chunks * batch.HV, dict(
-            K=batch.K, V=batch.V, FACTS=FACTS), {"do": None, **part})
+        x, y = (part["q"], part["do"]) if back else (part["k"], part["v"])
+        start(plan.launch("delta_facts"), delta_facts, part["N"] * part["S"] * batch.HV, dict(
+            x=x, y=y, K=batch.K, V=batch.V, FACTS=FACTS, BACK=back, stride=part["facts"].stride(1)), part)
         find_windows(plan, part, 0, back)
     if plan.has("delta_overlapped_alone"):
         from flashlin.kernels.delta.overlapping_alone import delta_overlapped_alone

@@ -103,7 +103,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         if narrow or not fast:  # it also restores the states, but with fewer programs than narrow strips
             kernels.append(walk("delta_states", states))
         kernels += [back or walk("delta_reverse", reverse, moved), _overlapped_grads(problem, target, BT)
-                    or scans.least_spilled_that_fits(grads, target)]
+                    or scans.least_spilled_that_fits(grads, target), *scans.sum_launch(problem, target)]
     return tuple(kernels)
 
 

@@ -25,8 +25,9 @@ from flashlin.compat.descriptors import described
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import precision
+from flashlin.kernels.configs import FACTS
 from flashlin.kernels.dplr.recipe import FEW
-from flashlin.kernels.dplr.windows import FACTS, find_windows, squares_of, store_facts
+from flashlin.kernels.dplr.windows import find_windows, squares_of, store_facts
 from flashlin.kernels.gla.decays import logs, still_served, sums_at
 from flashlin.kernels.gla.forward import halves
 from flashlin.kernels.gla.parts import sum_of_chunk

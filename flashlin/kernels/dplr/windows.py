@@ -38,10 +38,9 @@ import triton.language as tl
 
 from flashlin.compat.launch import enter, start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.configs import FACTS
 from flashlin.kernels.sequence_split import part_of, parts_of
 from flashlin.kernels.tile_ops import tile
-
-FACTS = 5  # numbers of a chunk, see store_facts
 
 
 @triton.jit
@@ -169,5 +168,5 @@ def find_windows(plan: Plan, x: dict[str, Any], few: int, reverse: bool = False)
         for name, state in (("windows", "h0"), ("windows_back", "dht"))[:1 + reverse]:
             x[name] = torch.empty(x["parts"], HV, dtype=torch.int32, device=x["v"].device)
             start(plan.launch("dplr_windows"), dplr_windows, x["parts"] * HV, dict(
-                found=x[name], state=x[state], stride=x["facts"].shape[2], otherwise=otherwise, SIZE=K * V,
+                found=x[name], state=x[state], stride=x["facts"].stride(1), otherwise=otherwise, SIZE=K * V,
                 FACTS=FACTS, VARLEN=x["bounds"] is not None, REVERSE=state == "dht"), x)

@@ -153,7 +153,7 @@ class Chunked:
         self.operator: Operator[Any, Scalars, Any] = Operator(
             self.name, self.tensors, self.scalars, outputs_of(self.kept), 2, family=self.name,
             problem=self.problem, on_torch=self.on_torch, cast=self.cast, inside=self.inside,
-            while_tracing=self.while_tracing, forward=self.forward,
+            while_tracing=self.while_tracing, forward=self.forward, filled=self.filled,
             kept=lambda x, y, how: (x, (None, None, *y[2:])), empty=self.empty,
             backward=self.backward if self.raw else self.launch_backward)
 
@@ -224,6 +224,18 @@ class Chunked:
             x = self.raw.ready(x, how)
         return run_replayed(kernels(self.name, "forward").launch_forward, plan, x, (how,),
                             forward_of=self.operator, call=call, align=True)
+
+    def filled(self, x: Any, how: Scalars, made: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the outputs of forward, with NaN for kept tensors of ``room`` that its plan did not need.
+
+        A traced graph keeps all tensors of ``room``, and a later plan of backward may read them.
+        """
+        if not how.needs_grad or all(y is not None for y in made[2:]):
+            return made
+        room = self.room(True, *(y if y is None else y.to("meta") for y in x[:-2]))
+        return *made[:2], *(torch.full_like(like, torch.nan, device=x.q.device)
+                            if y is None and like is not None else y
+                            for y, like in zip(made[2:], room, strict=True))
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         """Return (o, final state) by plain differentiable torch."""

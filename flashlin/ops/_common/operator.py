@@ -67,6 +67,7 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
     The following fields serve the library operators. Without ``empty`` there are no library operators, and
     torch.compile sees plain torch.
     empty: ``empty(x, how)`` returns empty tensors like the outputs, None for a missing output.
+    filled: ``filled(x, how, made)`` returns the results of ``forward`` with all tensors of ``empty``.
     all_on_torch: ``all_on_torch(x, how)`` computes outputs and kept tensors in plain torch, if ``on_torch``
         returns fewer tensors.
     backward_on_torch: ``backward_on_torch(x, y, grads, how, wanted)`` is backward in plain torch, if it
@@ -89,6 +90,7 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
     in_place: str = ""
     instead: str = INSTEAD
     empty: Callable[[X, S], Outputs] | None = None
+    filled: Callable[[X, S, Outputs], Outputs] | None = None
     all_on_torch: Callable[[X, S], Outputs] | None = None
     backward_on_torch: Callable[[X, Y, Y, S, frozenset[str]], Gradients] | None = None
     like: Callable[[X, S, str], Tensor] | None = None
@@ -238,7 +240,8 @@ class _Library(Generic[X, S, Y]):
         x, how = _split(self.of, arguments)
         plan = planned(self.of.problem(x, how), x[0].device)
         if plan.problem.path != "torch" or self.of.on_torch is None:
-            return _all_there(self.of.forward(plan, x, how), x[0])
+            made = self.of.forward(plan, x, how)
+            return _all_there(self.of.filled(x, how, made) if self.of.filled else made, x[0])
         on_torch = self.of.all_on_torch or self.of.on_torch
         return _all_there(self._on_torch(x, how, on_torch(x, how)), x[0])
 
