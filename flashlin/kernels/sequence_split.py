@@ -157,20 +157,25 @@ def carry_transferred(
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     beyond = tl.zeros([BK, BV], dtype=tl.int32)
+    step = -H if REVERSE else H
+    own = (first + (parts - 1 if REVERSE else 0)) * H + i_h
+    # The next alone and window are loaded one step ahead, so that steps without a product do not wait.
+    to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
+    ahead = tl.load(alone + to, mask=inside & (parts > 1), other=0.0)
+    window_ahead = 0
+    if windows is not None:
+        window_ahead = tl.load(windows + own)
     for i in range(parts):
-        if REVERSE:
-            own = (first + parts - 1 - i) * H + i_h
-        else:
-            own = (first + i) * H + i_h
+        left, window = ahead, window_ahead
+        after, fits = state_offsets(own + step, 0, v0, K, V, BK, BV, V_FIRST)
+        ahead = tl.load(alone + after, mask=fits & (i + 2 < parts), other=0.0)
+        if windows is not None:
+            window_ahead = tl.load(windows + own + step, mask=i + 1 < parts, other=0)
         to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
-        left = tl.load(alone + to, mask=inside & (i < parts - 1), other=0.0)
         tl.store(alone + to, h, mask=inside)
         beyond = tl.where(tl.abs(h) < 1e30, beyond, 1)  # NaN also fails this comparison
-        asked = (i >= FROM) & (i < parts - 1)
-        if windows is not None:
-            window = tl.load(windows + own)
-            beyond = tl.where((i < parts - 1) & (window < 0), 1, beyond)
-            asked = asked & (window == 0)
+        beyond = tl.where((i < parts - 1) & (window < 0), 1, beyond)
+        asked = (i >= FROM) & (i < parts - 1) & (window == 0)
         if BC >= BK:
             through, there = state_offsets(own, 0, 0, K, K, BK, BK, False)
             D = tl.load(transfer + through, mask=there & asked, other=0.0)
@@ -189,6 +194,7 @@ def carry_transferred(
                 strip, there = state_offsets(own, c0, v0, K, V, BC, BV, V_FIRST)
                 left += tl.dot(D, tl.load(alone + strip, mask=there, other=0.0), input_precision=PRECISION)
             h = left
+        own += step
     if tl.max(tl.max(beyond, 1), 0) > 0:
         tl.store(undivided + nh, 1)
 
