@@ -357,8 +357,8 @@ def test_facts_of_a_gated_delta_rule() -> None:
     facts = torch.full((HV, windows.FACTS, len(chunks)), torch.nan)
     for x, y, back in ((k, v, False), (q, do, True)):
         parts.delta_facts[len(chunks) * HV,](
-            x, y, beta.view(-1, HV).T.contiguous(), G, facts, scale, T, H, HV, B * T, 2, len(chunks), K=K, V=V,
-            BT=64, BK=16, FACTS=windows.FACTS, BACK=back)
+            x, y, beta.view(-1, HV).T.contiguous(), G, facts, scale, T, H, HV, B * T, 2, len(chunks), K=K,
+            V=V, BT=64, BK=16, FACTS=windows.FACTS, BACK=back)
     for i, (b, begin, end) in enumerate(chunks):
         for head in range(HV):
             rows = (b, slice(begin, end))

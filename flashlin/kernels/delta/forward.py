@@ -356,7 +356,8 @@ def delta_states(
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
-        torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor,
+        torch.Tensor | None]:
     """Run the forward launches of a plan; return (o, ht, A, A_low, lines, facts).
 
     o: outputs [B, T, HV, V]. ht: final states or None. The others are kept for backward:
