@@ -233,10 +233,11 @@ def test_inverses_of_chunks(kind: str) -> None:
     g = -torch.rand(HV, rows, generator=draw) * {"alike": 0.01, "forgetting": 126.0}.get(kind, 1.0)
     G = g.view(HV, 2, 64).cumsum(-1).view(HV, rows)
     A, A_low = (torch.full((rows, HV, 64), torch.nan, dtype=torch.bfloat16) for _ in range(2))
-    gated = kind != "no gate"
+    gated, kk = kind != "no gate", torch.full((H, rows), torch.nan)
     emulate(delta_overlapped_inverse, 2 * HV, dict(
-        k=k, betas=beta.T.contiguous(), G=G if gated else None, A=A, A_low=A_low, H=H, HV=HV, shared=2,
+        k=k, betas=beta.T.contiguous(), G=G if gated else None, A=A, A_low=A_low, kk=kk, H=H, HV=HV, shared=2,
         T=rows, N=1, R=rows, rows=rows, BT=64, BK=K, REGISTERS=0, DECAY=2 * gated))
+    torch.testing.assert_close(kk, k.float().square().sum(-1).T)
     for head in range(HV):
         for chunk in (slice(0, 64), slice(64, 128)):
             keys, sums = k[chunk, head // 2].double(), G[head, chunk].double()

@@ -355,9 +355,10 @@ def test_facts_of_a_gated_delta_rule() -> None:
     chunks = [(b, begin, min(begin + 64, T)) for b in range(B) for begin in (0, 64)]
     G = torch.cat([g[b, begin:end].cumsum(0) / math.log(2) for b, begin, end in chunks]).T.contiguous()
     facts = torch.full((HV, windows.FACTS, len(chunks)), torch.nan)
-    for x, y, back in ((k, v, False), (q, do, True)):
+    kk = k.square().sum(-1).view(-1, H).T.contiguous()
+    for x, y, back in ((None, v, False), (q, do, True)):
         parts.delta_facts[len(chunks) * HV,](
-            x, y, beta.view(-1, HV).T.contiguous(), G, facts, scale, T, H, HV, B * T, 2, len(chunks), K=K,
+            y, x, beta.view(-1, HV).T.contiguous(), G, kk, facts, scale, T, H, HV, B * T, 2, len(chunks), K=K,
             V=V, BT=64, BK=16, FACTS=windows.FACTS, BACK=back)
     for i, (b, begin, end) in enumerate(chunks):
         for head in range(HV):

@@ -375,15 +375,15 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
     A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
     lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
-    facts = None
+    facts = kk = None
     if plan.has("dplr_windows"):
-        facts = torch.empty(HV, FACTS, batch.B * -(-batch.T // BLOCK), dtype=torch.float32,
-                            device=batch.device)
+        kk = lines.new_empty(batch.H, lines.shape[2])
+        facts = lines.new_empty(HV, FACTS, batch.B * -(-batch.T // BLOCK))
     constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=batch.decay,
                      EARLIER=x.p is not None)
     scanned = dict(constants, V=V, V_FIRST=how.state_v_first)
     for part in batch.parts(scanning, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
-        put_columns(part, lines, facts)
+        put_columns(part, lines, facts, kk)
         n = part["N"]
         if OVERLAPPED in inverting.traits:
             from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
@@ -409,15 +409,18 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     return o, ht, A, A_low, lines, facts if plan.problem.needs_grad else None
 
 
-def put_columns(part: dict[str, Any], lines: torch.Tensor, facts: torch.Tensor | None) -> None:
-    """Put the columns of lines and facts that belong to a slice of the batch into part, as views.
+def put_columns(part: dict[str, Any], lines: torch.Tensor, facts: torch.Tensor | None,
+                kk: torch.Tensor | None = None) -> None:
+    """Put the columns of lines, facts and kk that belong to a slice of the batch into part, as views.
 
     part: the values of ``Batch.parts`` for the slice. Packed sequences use all columns.
-    lines, facts: see ``launch_forward``.
+    lines, facts: see ``launch_forward``. kk: squared norms of k, [H, B * T], float32, or None.
     """
     if part["bounds"] is None:
         begin, end = part["part"].start, part["part"].stop
         lines = lines[..., begin * part["T"]:end * part["T"]]
         if facts is not None:
             facts = facts[..., begin * part["S"]:end * part["S"]]
-    part.update(betas=lines[0], G=lines[1], facts=facts)
+        if kk is not None:
+            kk = kk[:, begin * part["T"]:end * part["T"]]
+    part.update(betas=lines[0], G=lines[1], facts=facts, kk=kk)

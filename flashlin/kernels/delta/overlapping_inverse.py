@@ -190,10 +190,10 @@ def inverse(products, betas, sums, memory, DECAY: gl.constexpr):
     A_low=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]))
 @gluon.jit(do_not_specialize=["T", "N", "R", "rows"])
 def delta_overlapped_inverse(
-    k, A, A_low, betas, G, T, N, H, HV, shared, R, rows, BT: gl.constexpr, BK: gl.constexpr,
+    k, A, A_low, betas, G, kk, T, N, H, HV, shared, R, rows, BT: gl.constexpr, BK: gl.constexpr,
     REGISTERS: gl.constexpr, DECAY: gl.constexpr,
 ):
-    """Write A and A_low of one chunk and head, like delta_inverse. BK is K.
+    """Write A and A_low of one chunk and head, like delta_inverse, and the squared norms of its keys. BK is K.
 
     The first programs compute the last chunks of all sequences. So the L2 cache may still have the keys and
     inverses of the first chunks when the scan begins.
@@ -201,6 +201,7 @@ def delta_overlapped_inverse(
     k: [rows, H, K].
     A, A_low: [rows, HV, BT]; A_low may be None.
     betas, G: [HV, R], fp32; G may be None.
+    kk: the norms, [H, R], fp32, or None. Each of the heads that share a head of k writes them.
     T: tokens of a sequence, a multiple of BT.
     N: number of sequences.
     shared: heads of A for each head of k. If it is 1, Triton compiles the kernel without the division.
@@ -237,6 +238,10 @@ def delta_overlapped_inverse(
     for i in gl.static_range(BK // BT):
         products = warpgroup_mma(keys.index(i), keys.index(i).permute((1, 0)), products, is_async=True)
     products = warpgroup_mma_wait(0, [products])
+    if kk is not None:
+        reads = gl.arange(0, BT, gl.SliceLayout(1, of_chunk))
+        same = reads[:, None] == gl.arange(0, BT, gl.SliceLayout(0, of_chunk))[None, :]
+        gl.store(kk + (i_h // shared).to(gl.int64) * R + row + reads, gl.sum(gl.where(same, products, 0.0), 1))
     X = gl.convert_layout(inverse(products, s_beta, s_sums, memory, DECAY), of_chunk)
     tiles = gl.allocate_shared_memory(dtype, [1 if A_low is None else 2, BT, BT], A.layout)
     tiles.index(0).store(X.to(dtype))

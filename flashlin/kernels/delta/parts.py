@@ -84,7 +84,7 @@ def delta_alone(
 
 @triton.jit(do_not_specialize=["T", "R", "S", "stride", "scale"])
 def delta_facts(
-    x, y, betas, G, facts, scale, T, H, HV, R, S, stride, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    y, x, betas, G, kk, facts, scale, T, H, HV, R, S, stride, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BK: tl.constexpr, FACTS: tl.constexpr, BACK: tl.constexpr,
 ):
     """Store numbers that bound how each chunk changes states or, with BACK, the gradients of states.
@@ -93,9 +93,10 @@ def delta_facts(
     With BACK, factors that are not decays count as if the first token had them all, which raises the bound.
     So backward needs only their product, which follows from what forward has stored, and reads no k.
 
-    x: k or, with BACK, q, [rows, H, K].
     y: v or, with BACK, do, [rows, HV, V].
+    x: q, [rows, H, K], only with BACK.
     betas, G: [HV, R], fp32.
+    kk: squared norms of k, [H, R], fp32, only without BACK.
     facts: [HV, FACTS, chunks], fp32, with ``stride`` between the numbers of a chunk.
     """
     program = tl.program_id(0)
@@ -108,12 +109,13 @@ def delta_facts(
     inside = rows < length
     line = G + i_h.to(tl.int64) * R + first + rows
     sums = tl.load(line, mask=inside, other=0.0)  # G is summed within chunks
-    xx = squares_of(x, first, length, i_h // (HV // H), H, D=K, BT=BT, BD=BK)
+    i_qk = i_h // (HV // H)
     yy = squares_of(y, first, length, i_h, HV, D=V, BT=BT, BD=BK)
     at = facts + i_h.to(tl.int64) * (FACTS * stride) + chunk
     if BACK:
         growth = tl.load(at) - tl.sum(tl.where(rows == length - 1, sums, 0.0), 0)
         through = sums + tl.where(growth < 0.0, 0.0, growth)  # NaN stays NaN
+        xx = squares_of(x, first, length, i_qk, H, D=K, BT=BT, BD=BK)
         share = above(xx, yy) * tl.abs(scale)
         tl.store(at + 3 * stride, tl.sum(share * factor(through), 0))
         tl.store(at + 4 * stride + rows * 0, tl.sqrt(xx) * tl.sqrt(yy) * tl.abs(scale) * tl.exp2(sums),
@@ -121,6 +123,7 @@ def delta_facts(
     else:
         b_beta = rows_of(betas, first, 0, length, i_h, R, BT)
         highest = sums - tl.load(line - 1, mask=inside & (rows > 0), other=0.0)
+        xx = tl.load(kk + i_qk.to(tl.int64) * R + first + rows, mask=inside, other=0.0)
         store_facts(at, stride, highest, xx, -xx * b_beta, xx * b_beta * b_beta, yy * b_beta * b_beta, xx, yy,
                     length=length, BT=BT, READS=False)
 
@@ -141,7 +144,7 @@ def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any]
     plan, kernel = batch.plan, delta_alone
     part.update(windows=None, windows_back=None)
     if plan.has("dplr_windows"):
-        x, y = (part["q"], part["do"]) if back else (part["k"], part["v"])
+        x, y = (part["q"], part["do"]) if back else (None, part["v"])
         start(plan.launch("delta_facts"), delta_facts, part["N"] * part["S"] * batch.HV, dict(
             x=x, y=y, K=batch.K, V=batch.V, FACTS=FACTS, BACK=back, stride=part["facts"].stride(1)), part)
         find_windows(plan, part, 0, back)
