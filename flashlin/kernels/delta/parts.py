@@ -82,16 +82,18 @@ def delta_alone(
         tl.store(transfer + at, h, mask=inside & (length > 0))
 
 
-@triton.jit(do_not_specialize=["T", "R", "S", "stride", "scale"])
+@triton.jit(do_not_specialize=["T", "R", "L", "S", "stride", "scale"])
 def delta_facts(
-    y, x, betas, G, kk, facts, scale, T, H, HV, R, S, stride, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, FACTS: tl.constexpr, BACK: tl.constexpr,
+    y, x, betas, G, kk, facts, scale, T, H, HV, R, L, S, stride, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, FACTS: tl.constexpr, BACK: tl.constexpr,
 ):
     """Store numbers that bound how each chunk changes states or, with BACK, the gradients of states.
 
     ``dplr/windows.py`` derives the bounds. One program computes one chunk of one head, of dense sequences.
     With BACK, factors that are not decays count as if the first token had them all, which raises the bound.
-    So backward needs only their product, which follows from what forward has stored, and reads no k.
+    So backward needs only their product, which follows from what forward has stored, and reads no k. No
+    window of forward needs v of the last segment, and no window of backward needs q and do of the first one,
+    so the kernel does not read these rows.
 
     y: v or, with BACK, do, [rows, HV, V].
     x: q, [rows, H, K], only with BACK.
@@ -110,12 +112,16 @@ def delta_facts(
     line = G + i_h.to(tl.int64) * R + first + rows
     sums = tl.load(line, mask=inside, other=0.0)  # G is summed within chunks
     i_qk = i_h // (HV // H)
-    yy = squares_of(y, first, length, i_h, HV, D=V, BT=BT, BD=BK)
+    if BACK:
+        needed = tl.where(t0 >= L, length, 0)
+    else:
+        needed = tl.where(t0 // L < (T - 1) // L, length, 0)
+    yy = squares_of(y, first, needed, i_h, HV, D=V, BT=BT, BD=BK)
     at = facts + i_h.to(tl.int64) * (FACTS * stride) + chunk
     if BACK:
         growth = tl.load(at) - tl.sum(tl.where(rows == length - 1, sums, 0.0), 0)
         through = sums + tl.where(growth < 0.0, 0.0, growth)  # NaN stays NaN
-        xx = squares_of(x, first, length, i_qk, H, D=K, BT=BT, BD=BK)
+        xx = squares_of(x, first, needed, i_qk, H, D=K, BT=BT, BD=BK)
         share = above(xx, yy) * tl.abs(scale)
         tl.store(at + 3 * stride, tl.sum(share * factor(through), 0))
         tl.store(at + 4 * stride + rows * 0, tl.sqrt(xx) * tl.sqrt(yy) * tl.abs(scale) * tl.exp2(sums),
