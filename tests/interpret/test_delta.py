@@ -105,6 +105,9 @@ def test_the_library_operator(gated: bool) -> None:
     # The test above compares the results.
     torch.library.opcheck(torch.ops.flashlin.delta.default, arguments,
                           test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    # This forward has no windows. A backward with another plan must find none in the facts.
+    facts = torch.ops.flashlin.delta(*arguments)[-1]
+    assert facts.shape == ((2, 5, 1) if gated else (0,)) and (not gated or facts.isnan().all())
 
 
 @pytest.mark.parametrize(("facts", "edges"), [

@@ -193,10 +193,10 @@ def delta_overlapped_inverse(
     k, A, A_low, betas, G, kk, T, N, H, HV, shared, R, rows, BT: gl.constexpr, BK: gl.constexpr,
     REGISTERS: gl.constexpr, DECAY: gl.constexpr,
 ):
-    """Write A and A_low of one chunk and head, like delta_inverse, and the squared norms of its keys. BK is K.
+    """Write A and A_low of one chunk and head, like delta_inverse, and the squared norms of its keys.
 
-    The first programs compute the last chunks of all sequences. So the L2 cache may still have the keys and
-    inverses of the first chunks when the scan begins.
+    BK is K. The first programs compute the last chunks of all sequences. So the L2 cache may still have the
+    keys and inverses of the first chunks when the scan begins.
 
     k: [rows, H, K].
     A, A_low: [rows, HV, BT]; A_low may be None.
@@ -241,7 +241,8 @@ def delta_overlapped_inverse(
     if kk is not None:
         reads = gl.arange(0, BT, gl.SliceLayout(1, of_chunk))
         same = reads[:, None] == gl.arange(0, BT, gl.SliceLayout(0, of_chunk))[None, :]
-        gl.store(kk + (i_h // shared).to(gl.int64) * R + row + reads, gl.sum(gl.where(same, products, 0.0), 1))
+        gl.store(kk + (i_h // shared).to(gl.int64) * R + row + reads,
+                 gl.sum(gl.where(same, products, 0.0), 1))
     X = gl.convert_layout(inverse(products, s_beta, s_sums, memory, DECAY), of_chunk)
     tiles = gl.allocate_shared_memory(dtype, [1 if A_low is None else 2, BT, BT], A.layout)
     tiles.index(0).store(X.to(dtype))
