@@ -151,8 +151,8 @@ class Batch:
         if self.H == x.shape[2]:
             return x
         if x.numel() and self.plan.has("sum_heads"):
-            made, launch = x.new_empty(self.B, self.T, self.H, self.K), self.plan.launch("sum_heads")
-            rows = self.B * self.T * self.H
+            made = x.new_empty(self.B, self.T, self.H, self.K, dtype=self.x.q.dtype)
+            rows, launch = self.B * self.T * self.H, self.plan.launch("sum_heads")
             start(launch, sum_heads, -(-rows // launch.block("BT")), dict(
                 x=x, y=made, rows=rows, n=x.shape[2] // self.H, D=self.K))
             return made

@@ -159,7 +159,7 @@ def carry_transferred(
     beyond = tl.zeros([BK, BV], dtype=tl.int32)
     step = -H if REVERSE else H
     own = (first + (parts - 1 if REVERSE else 0)) * H + i_h
-    # The next alone and window are loaded one step ahead, so that steps without a product do not wait.
+    # The next segment's ``alone`` and window are loaded early, so that steps without a product do not wait.
     to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
     ahead = tl.load(alone + to, mask=inside & (parts > 1), other=0.0)
     window_ahead = 0

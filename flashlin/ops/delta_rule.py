@@ -29,8 +29,8 @@ def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
     """Allocate the buffers that the forward kernels of ``kernels/delta/forward.py`` fill.
 
     The first holds the inverses of the chunks. The second holds their rounding errors in 16 bits, and is None
-    if it is not needed. The third is an fp32 buffer for beta and the cumulative g. The last is one for the
-    numbers from which backward finds windows.
+    if it is not needed. The third is an fp32 buffer for beta and the cumulative g. The fourth is an fp32
+    buffer for the numbers of ``delta_facts``. It is None without g, with p, or without gradients.
     """
     B, T, HV = beta.shape
     A = q.new_empty(B, T, HV, BLOCK)

@@ -195,17 +195,17 @@ def delta_overlapped_inverse(
 ):
     """Write A and A_low of one chunk and head, like delta_inverse, and the squared norms of its keys.
 
-    BK is K. The first programs compute the last chunks of all sequences. So the L2 cache may still have the
+    The first programs compute the last chunks of all sequences. So the L2 cache may still have the
     keys and inverses of the first chunks when the scan begins.
 
     k: [rows, H, K].
     A, A_low: [rows, HV, BT]; A_low may be None.
     betas, G: [HV, R], fp32; G may be None.
-    kk: the norms, [H, R], fp32, or None. Each of the heads that share a head of k writes them.
+    kk: the squared norms, [H, R], fp32, or None. Heads that share a head of k all write the same values.
     T: tokens of a sequence, a multiple of BT.
     N: number of sequences.
     shared: heads of A for each head of k. If it is 1, Triton compiles the kernel without the division.
-    rows: number of rows in the batch.
+    rows: number of rows in the batch. BK is K.
     """
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     of_line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

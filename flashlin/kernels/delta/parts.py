@@ -9,6 +9,7 @@ Then the matrix must be as exact as the reverse scan, which compensates rounding
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -90,16 +91,17 @@ def delta_facts(
     """Store numbers that bound how each chunk changes states or, with BACK, the gradients of states.
 
     ``dplr/windows.py`` derives the bounds. One program computes one chunk of one head, of dense sequences.
-    With BACK, factors that are not decays count as if the first token had them all, which raises the bound.
-    So backward needs only their product, which follows from what forward has stored, and reads no k. No
-    window of forward needs v of the last segment, and no window of backward needs q and do of the first one,
-    so the kernel does not read these rows.
+    There, n_t is a decay times s_t. With BACK, the kernel uses the product of all s_t of the chunk for every
+    token. This is never too small, because s_t is at least 1. The product follows from the first number,
+    which forward has stored, so the kernel does not read k. It does not read v of the last segment, or q and
+    do of the first one, because these segments need no window.
 
     y: v or, with BACK, do, [rows, HV, V].
     x: q, [rows, H, K], only with BACK.
     betas, G: [HV, R], fp32.
     kk: squared norms of k, [H, R], fp32, only without BACK.
     facts: [HV, FACTS, chunks], fp32, with ``stride`` between the numbers of a chunk.
+    L: tokens of a segment. S: chunks of a sequence.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -151,6 +153,9 @@ def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any]
     part.update(windows=None, windows_back=None)
     if plan.has("dplr_windows"):
         x, y = (part["q"], part["do"]) if back else (None, part["v"])
+        if back:
+            kept = part["facts"]  # not overwritten, because another backward may read it
+            part["facts"] = torch.empty_like(kept).copy_(kept)
         start(plan.launch("delta_facts"), delta_facts, part["N"] * part["S"] * batch.HV, dict(
             x=x, y=y, K=batch.K, V=batch.V, FACTS=FACTS, BACK=back, stride=part["facts"].stride(1)), part)
         find_windows(plan, part, 0, back)

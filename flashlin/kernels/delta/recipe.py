@@ -68,8 +68,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         # with few programs, narrow strips of delta_alone were faster (benchmarks/notes/delta-rule.md)
         alone = _overlapped_alone(problem, target, part, BT) if scans.many(problem, target, part) else None
         # without gradients, heads of 64 get 6 % faster or 22 % slower (benchmarks/notes/delta-rule.md)
-        forgets = alone and inverse and "g" in problem.options  # the inverse also writes norms of keys
-        if forgets and (back or (not problem.needs_grad and problem.K > BLOCK)):
+        windowed = alone and inverse and "g" in problem.options  # the inverse also writes norms of keys
+        if windowed and (back or (not problem.needs_grad and problem.K > BLOCK)):
             # 1 and 4 warps were slower (benchmarks/notes/delta-rule.md)
             facts = scans.over_tokens("delta_facts", problem, dict(BT=BT, BK=min(64, wide)), num_warps=2)
             windows = scans.windows_launch(problem, target, part, BT)

@@ -26,6 +26,8 @@ before a window also prevent it.
 The gradients of states are bounded in the same way, from the last token to the first. The reverse scan adds
 scale q_j do_j^T at token j, and windows are at the start of segments. Everything that reaches the gradient of
 the first state passes the matrix of the first token. So both sides of the comparison contain n_1.
+``delta_facts`` uses a weaker bound: each token counts s_t of all tokens of its chunk, and the right side
+lacks s_1. As s_t is at least 1, this can only make windows rarer.
 
 The GPU decides for each head and segment, from the same numbers in the same order in every replay.
 """

@@ -67,7 +67,8 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
     The following fields serve the library operators. Without ``empty`` there are no library operators, and
     torch.compile sees plain torch.
     empty: ``empty(x, how)`` returns empty tensors like the outputs, None for a missing output.
-    filled: ``filled(x, how, made)`` returns the results of ``forward`` with all tensors of ``empty``.
+    filled: ``filled(x, how, made)`` returns the results of ``forward``. It replaces each None for which
+        ``empty`` has a tensor.
     all_on_torch: ``all_on_torch(x, how)`` computes outputs and kept tensors in plain torch, if ``on_torch``
         returns fewer tensors.
     backward_on_torch: ``backward_on_torch(x, y, grads, how, wanted)`` is backward in plain torch, if it
