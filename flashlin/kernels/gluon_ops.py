@@ -57,6 +57,21 @@ def state_tile(x, nh, v0, k0, layout: gl.constexpr, BK: gl.constexpr, V: gl.cons
 
 
 @gluon.jit
+def packed_rows(bounds, H, V: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
+    """Return the place of a program, like ``own_rows``, for the whole chunks of packed sequences.
+
+    The sequences are not split. bounds: [N + 1].
+    """
+    NV: gl.constexpr = V // COLUMNS
+    program = gl.program_id(0)
+    own = program // NV
+    n = own // H
+    row0 = gl.load(bounds + n).to(gl.int32)
+    length = gl.load(bounds + n + 1).to(gl.int32) - row0
+    return program % NV * COLUMNS, own % H, n, row0, length // ROWS, own, own
+
+
+@gluon.jit
 def own_rows(undivided, T, H, L, V: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
              REVERSE: gl.constexpr):
     """Return the place of a program that computes COLUMNS columns of one head in one segment of a sequence.

@@ -405,22 +405,26 @@ def groups_of(problem: Problem, target: Target, part: int) -> int:
 
 
 def overlapped(kernel: str, problem: Problem, target: Target, part: int | None, tile: dict[str, int],
-               shared: int) -> Launch | None:
+               shared: int, packed: bool = False) -> Launch | None:
     """Return the launch of a family's Gluon kernel, or None if the problem or the target does not allow it.
 
-    The kernel supports dense sequences of whole chunks, and heads of 64 or 128. It waits at its own barriers,
+    The kernel supports dense sequences of whole chunks, and heads of 64 or 128. With packed, it also computes
+    the whole chunks of packed sequences that are not split and that have 64 tokens on average. It waits at its own barriers,
     so a wrong one would make it hang. Therefore it is used only if it has run on this kind of GPU.
     part: tokens of a segment, or 0, or None for a kernel with one program for each chunk.
     tile: BT, BK, BV and others, such as GROUPS if a program computes GROUPS times BV columns.
     """
     columns = tile.get("BV", problem.V) * tile.get("GROUPS", 1)
     if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
-            or problem.max_warps < 4 or problem.varlen or problem.T % tile["BT"]
+            or problem.max_warps < 4 or (not (packed and not part and not problem.batch_part
+                                              and problem.N * tile["BT"] <= problem.T)
+                                         if problem.varlen else problem.T % tile["BT"])
             or problem.invariant or problem.portable
             or not problem.T or problem.K not in (64, 128) or problem.V % columns):
         return None
     chunks, span = problem.T // tile["BT"] if part is None else 1, tile["BT"] * problem.H
-    grid = numbered(problem, part or 0) * chunks * problem.H * (problem.V // columns)
+    n = 1 if problem.varlen and part is None else numbered(problem, part or 0)
+    grid = n * chunks * problem.H * (problem.V // columns)
     launch = Launch(kernel, (grid,), 4, 1, tuple(tile.items()), shared, span * max(problem.K, problem.V),
                     traits_of(problem, OVERLAPPED), part or 0)
     long = problem.trial or problem.T >= BUSY

@@ -40,8 +40,9 @@ from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
-from flashlin.kernels.delta.forward import delta_states, put_columns
+from flashlin.kernels.delta.forward import delta_states, launch_forward, packed_scan, put_columns
 from flashlin.kernels.delta.inputs import Inputs
+from flashlin.kernels.delta.packed import chunk_rows, put_tails, tails_of
 from flashlin.kernels.delta.parts import enter_segments
 from flashlin.kernels.delta.steps import rows_of, sums_read
 from flashlin.kernels.sequence_split import back_by_transfers, own_part
@@ -388,6 +389,8 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     the tensors whose gradients are needed. The gradients of g and h0 are float32.
     """
     batch, whole = Batch(plan, x), needs != STATE_ALONE
+    if batch.packed and OVERLAPPED in plan.launch("delta_overlapped_back", "delta_reverse").traits:
+        return packed_backward(batch, x, how, do, dht, needs, A, A_low, lines)
     HV, K, V = batch.HV, batch.K, batch.V
     reversing = plan.launch("delta_overlapped_back", "delta_reverse")
     finishing = plan.launch("delta_overlapped_grads", "delta_grads")
@@ -436,3 +439,44 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
             mine.clear()  # frees the tables before gradients are summed
     zero_forgotten(grads["dg"], x.g)
     return batch.by_tensor(grads)
+
+
+def packed_backward(batch: Batch, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
+                    needs: frozenset[str], A: torch.Tensor, A_low: torch.Tensor | None,
+                    lines: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Run the backward of packed sequences in Gluon (``packed.py``), like ``launch_backward``."""
+    from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
+    from flashlin.kernels.delta.overlapping_grads import delta_overlapped_grads
+    plan, HV, K, V, bounds = batch.plan, batch.HV, batch.K, batch.V, x.bounds
+    assert bounds is not None
+    finishing = plan.launch("delta_overlapped_grads")
+    BT, do = finishing.block("BT"), do.to(x.v.dtype)
+    chunks = batch.T // BT
+    grads = batch.gradients(needs, "q", "k", "v", "beta", "g")
+    middle = torch.empty(batch.N, HV, *((V, K) if how.state_v_first else (K, V)), dtype=torch.float32,
+                         device=batch.device)
+    states, dstates = (x.v.new_empty(chunks, HV, K, V) for _ in range(2))
+    made: dict[str, torch.Tensor | None] = {}
+    for part in batch.parts(finishing, **grads, do=do, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2],
+                            betas=lines[0], G=lines[1], states=states, dstates=dstates, undivided=None,
+                            windows_back=None, whole=batch.T, entries=chunks):
+        part["dy"], part["u"], part["slots"] = part["dv"], torch.empty_like(x.v), chunks
+        packed_scan(batch, how, {**part, "q": None, "o": part["u"], "ht": middle})
+        tails = tails_of(plan, x, "q", "k", "v", "beta", "g", do=do)
+        pulled = tails.pop("do")
+        own = Inputs(**tails, p=None, h0=middle, bounds=None)
+        _, _, *kept = launch_forward(plan, own, how)
+        made = launch_backward(plan, own, how, pulled, dht, needs | {"h0"}, *kept)  # type: ignore[arg-type]
+        batch.scan(delta_overlapped_back, dict(
+            V=V, DECAY=batch.decay, V_FIRST=how.state_v_first, HAS_DHT=True,
+            HAS_DH0=part["dh0"] is not None, ALONE=False), {**part, "dht": made["h0"]})
+        if needs != STATE_ALONE:
+            rows = chunk_rows(plan, bounds, batch.T)
+            start(finishing, delta_overlapped_grads, chunks * HV, dict(
+                chunk_rows=rows, K=K, DECAY=batch.decay), {**part, "N": 1, "T": chunks * BT})
+    found = batch.by_tensor(grads)
+    for name in ("q", "k", "v", "beta", "g") if needs != STATE_ALONE else ():
+        if (whole := found[name]) is not None and (tail := made[name]) is not None:
+            put_tails(plan, whole, tail, bounds)
+    zero_forgotten(found["g"], x.g)
+    return found

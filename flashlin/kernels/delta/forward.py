@@ -33,6 +33,7 @@ from flashlin.kernels.batch import Batch, precision, summed
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK, FACTS
 from flashlin.kernels.delta.inputs import Inputs
+from flashlin.kernels.delta.packed import chunk_rows, put_tails, tails_of
 from flashlin.kernels.delta.parts import enter_segments
 from flashlin.kernels.delta.steps import rows_of, sums_read, written
 from flashlin.kernels.sequence_split import own_part
@@ -379,6 +380,8 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     if plan.has("dplr_windows"):
         kk = lines.new_empty(batch.H, lines.shape[2])
         facts = lines.new_empty(HV, FACTS, batch.B * -(-batch.T // BLOCK))
+    if batch.packed and OVERLAPPED in scanning.traits:
+        return o, packed_forward(batch, x, how, o, ht, A, A_low, lines), A, A_low, lines, None
     constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=batch.decay,
                      EARLIER=x.p is not None)
     scanned = dict(constants, V=V, V_FIRST=how.state_v_first)
@@ -409,6 +412,44 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     return o, ht, A, A_low, lines, facts if plan.problem.needs_grad else None
 
 
+def packed_forward(batch: Batch, x: Inputs, how: Scalars, o: torch.Tensor, ht: torch.Tensor | None,
+                   A: torch.Tensor, A_low: torch.Tensor | None, lines: torch.Tensor) -> torch.Tensor | None:
+    """Run the forward of packed sequences in Gluon (``packed.py``), and return the final states or None.
+
+    o, ht, A, A_low, lines: the buffers that ``launch_forward`` returns. This function does not fill ht.
+    """
+    from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
+    plan, HV, bounds = batch.plan, batch.HV, x.bounds
+    assert bounds is not None
+    inverting = plan.launch("delta_overlapped_inverse")
+    lines[0].copy_(x.beta[0].T)
+    middle = torch.empty(batch.N, HV, *((batch.V, batch.K) if how.state_v_first else (batch.K, batch.V)),
+                         dtype=torch.float32, device=batch.device)
+    for part in batch.parts(inverting, A=A, A_low=A_low, o=o, ht=middle, scale=how.scale, R=lines.shape[2],
+                            betas=lines[0], G=lines[1], kk=None, undivided=None, states=None):
+        summed(plan, x.g, bounds, batch.N, lines[1])
+        BT = inverting.block("BT")
+        chunks = batch.T // BT
+        part.update(chunk_rows=chunk_rows(plan, bounds, batch.T), whole=batch.T, entries=chunks)
+        start(inverting, delta_overlapped_inverse, chunks * HV, dict(
+            DECAY=batch.decay, shared=HV // batch.H), {**part, "N": 1, "T": chunks * BT})
+        packed_scan(batch, how, part)
+    tails = Inputs(**tails_of(plan, x, "q", "k", "v", "beta", "g"), p=None, h0=middle, bounds=None)
+    tail, ht, *_ = launch_forward(plan, tails, how)
+    put_tails(plan, o, tail, bounds)
+    return ht
+
+
+def packed_scan(batch: Batch, how: Scalars, part: dict[str, Any]) -> None:
+    """Launch the forward scan of the whole chunks of packed sequences.
+
+    part: the arguments of the launch, except for constants.
+    """
+    from flashlin.kernels.delta.overlapping import delta_overlapped
+    batch.scan(delta_overlapped, dict(V=batch.V, DECAY=batch.decay, V_FIRST=how.state_v_first, HAS_HT=True,
+                                      HAS_H0=part["h0"] is not None), part)
+
+
 def put_columns(part: dict[str, Any], lines: torch.Tensor, facts: torch.Tensor | None,
                 kk: torch.Tensor | None = None) -> None:
     """Put the columns of lines, facts and kk that belong to a slice of the batch into part, as views.
@@ -423,4 +464,4 @@ def put_columns(part: dict[str, Any], lines: torch.Tensor, facts: torch.Tensor |
             facts = facts[..., begin * part["S"]:end * part["S"]]
         if kk is not None:
             kk = kk[:, begin * part["T"]:end * part["T"]]
-    part.update(betas=lines[0], G=lines[1], facts=facts, kk=kk)
+    part.update(betas=lines[0], G=lines[1], facts=facts, kk=kk, chunk_rows=None)

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers, own_rows, state_tile
+from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers, own_rows, packed_rows, state_tile
 
 
 @gluon.jit
@@ -232,7 +232,7 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
     states=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
 @gluon.jit(do_not_specialize=["T", "whole", "R", "L", "rows", "entries", "slots", "scale"])
 def delta_overlapped(
-    k, q, v, A, betas, G, h0, o, ht, states, undivided, scale, T, whole, H, HV, R, L, rows,
+    k, q, v, A, betas, G, h0, o, ht, states, undivided, bounds, scale, T, whole, H, HV, R, L, rows,
     entries, slots, V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr,
     HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
@@ -251,13 +251,17 @@ def delta_overlapped(
     ht: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32.
     states: [slots, HV, K, V], one for each chunk, or None.
     undivided: [N, HV], int32, or None.
-    T: tokens to compute of each sequence, a multiple of BT.
+    bounds: [N + 1] or None. Only the whole chunks of packed sequences are computed.
+    T: tokens to compute of each sequence, a multiple of BT, or the rows of packed sequences.
     whole: rows between the starts of two sequences; at least T.
     rows: number of rows in the batch.
     entries: entries of states for each sequence.
     slots: number of entries of states.
     """
-    v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
+    if bounds is None:
+        v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
+    else:
+        v0, i_h, n, row0, chunks, entering, leaving = packed_rows(bounds, HV, V, GROUPS * BV, BT)
     step = HV * BK
     table = (row0 // BT + n * (entries - T // BT)) * step + i_h * BK
     row0 += n * (whole - T)

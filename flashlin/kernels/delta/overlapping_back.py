@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlin.compat.descriptors import described
 from flashlin.kernels.delta.overlapping import load, ring_of
-from flashlin.kernels.gluon_ops import async_store, barrier, own_rows, state_tile
+from flashlin.kernels.gluon_ops import async_store, barrier, own_rows, packed_rows, state_tile
 
 
 @gluon.jit
@@ -133,7 +133,7 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
     dstates=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
 @gluon.jit(do_not_specialize=["T", "R", "L", "rows", "entries", "slots", "scale"])
 def delta_overlapped_back(
-    q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, undivided, windows_back, scale, T, H, HV, R, L, rows,
+    q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, undivided, bounds, windows_back, scale, T, H, HV, R, L, rows,
     entries, slots, V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr,
     HAS_DH0: gl.constexpr, ALONE: gl.constexpr, V_FIRST: gl.constexpr,
@@ -154,13 +154,17 @@ def delta_overlapped_back(
     dh0: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32; with ALONE, [segments, ...].
     dstates: [slots, HV, K, V], one for each chunk, or None.
     undivided: [N, HV], int32, or None.
+    bounds: [N + 1] or None. Only the whole chunks of packed sequences are computed.
     windows_back: [segments, HV], int32, or None.
     T: tokens of a sequence, a multiple of BT.
     rows: number of rows in the batch.
     entries: entries of dstates for each sequence.
     slots: number of entries of dstates.
     """
-    v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, True)
+    if bounds is None:
+        v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, True)
+    else:
+        v0, i_h, n, row0, chunks, entering, leaving = packed_rows(bounds, HV, V, GROUPS * BV, BT)
     if ALONE:  # a first segment has no earlier one to pass its gradient to
         chunks = gl.where(leaving >= 0, 0, chunks)
         if windows_back is not None:

@@ -43,7 +43,7 @@ def load_strip(ring, states, dstates, q, k, full, table, row, column, i, BT: gl.
                     lambda x: (x["BV"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["K"])))
 @gluon.jit(do_not_specialize=["T", "N", "whole", "R", "rows", "entries", "slots", "scale"])
 def delta_overlapped_grads(
-    do, u, dy, q, k, states, dstates, dq, dk, v, betas, G, dv, dbeta, dg, scale, T, N, whole, H, HV, R, rows,
+    do, u, dy, q, k, states, dstates, dq, dk, v, betas, G, dv, dbeta, dg, chunk_rows, scale, T, N, whole, H, HV, R, rows,
     entries, slots, K: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
     DECAY: gl.constexpr,
 ):
@@ -61,6 +61,7 @@ def delta_overlapped_grads(
     dv: [rows, HV, V].
     dbeta: [rows, HV].
     dg: [rows, HV], fp32.
+    chunk_rows: None, or the first rows of the chunks of packed sequences (``packed.whole_chunks``); N is 1 then.
     T: tokens to compute of each sequence, a multiple of BT.
     N: number of sequences.
     whole: rows between the starts of two sequences; at least T.
@@ -81,6 +82,10 @@ def delta_overlapped_grads(
     n = own % N
     chunk = T // BT - 1 - own // N
     row = n * whole + chunk * BT
+    if chunk_rows is not None:
+        row = gl.load(chunk_rows + chunk)
+        if row < 0:
+            return
     table = ((n * entries + chunk) * HV + i_h) * K
     column = i_h // (HV // H) * K
     s_do = gl.allocate_shared_memory(dtype, [BT, BV], do.layout)

@@ -190,7 +190,7 @@ def inverse(products, betas, sums, memory, DECAY: gl.constexpr):
     A_low=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]))
 @gluon.jit(do_not_specialize=["T", "N", "R", "rows"])
 def delta_overlapped_inverse(
-    k, A, A_low, betas, G, kk, T, N, H, HV, shared, R, rows, BT: gl.constexpr, BK: gl.constexpr,
+    k, A, A_low, betas, G, kk, chunk_rows, T, N, H, HV, shared, R, rows, BT: gl.constexpr, BK: gl.constexpr,
     REGISTERS: gl.constexpr, DECAY: gl.constexpr,
 ):
     """Write A and A_low of one chunk and head, like delta_inverse, and the squared norms of its keys.
@@ -202,6 +202,7 @@ def delta_overlapped_inverse(
     A, A_low: [rows, HV, BT]; A_low may be None.
     betas, G: [HV, R], fp32; G may be None.
     kk: the squared norms, [H, R], fp32, or None. Heads that share a head of k all write the same values.
+    chunk_rows: None, or the first rows of the chunks of packed sequences (``packed.whole_chunks``); N is 1 then.
     T: tokens of a sequence, a multiple of BT.
     N: number of sequences.
     shared: heads of A for each head of k. If it is 1, Triton compiles the kernel without the division.
@@ -214,6 +215,10 @@ def delta_overlapped_inverse(
     i_h = program % HV
     own = program // HV
     row = own % N * T + (T // BT - 1 - own // N) * BT
+    if chunk_rows is not None:
+        row = gl.load(chunk_rows + row // BT)
+        if row < 0:
+            return
     keys = gl.allocate_shared_memory(dtype, [BK // BT, BT, BT], k.layout)
     memory = scratch()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -50,10 +50,16 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     part = scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER)
     narrow, BT = narrow and scans.can_be_narrow(scan, problem), scan.BT
     scan = scan._replace(BV=scans.NARROW) if narrow else scan
-    inverse = _overlapped_inverse(problem, target, BT)
-    kernels = [scans.cumsum_launch(problem, BT)] if "g" in problem.options else []
-    if inverse:
-        kernels = [scans.cumsum_launch(problem, BT, "delta_lines")]
+    inverse, fast = _overlapped_inverse(problem, target, BT), _overlapped(problem, target, part, BT)
+    back = _overlapped(problem, target, part, BT, back=True) if problem.needs_grad else None
+    finish = _overlapped_grads(problem, target, BT) if problem.needs_grad else None
+    packed = _packed(problem, BT) if problem.varlen else []
+    if problem.varlen and not (inverse and fast and (not problem.needs_grad or (back and finish))
+                               and scans.ran(packed, problem, target)):
+        inverse = fast = back = finish = None
+        packed = []
+    kernels = [scans.cumsum_launch(problem, BT)] if "g" in problem.options and (packed or not inverse) else []
+    kernels += [*packed, *([scans.cumsum_launch(problem, BT, "delta_lines")] if inverse else [])]
     states = scans.deepest(scan, shared, target) if scan.num_stages == 2 and target.stages >= 3 else scan
     # One warp never waits at barriers, so it comes first. Two warps have more registers, in case one spills.
     inverses = [scans.over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), inverting(BT),
@@ -62,8 +68,6 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
     def walk(kernel: str, config: Config, more: int = 0) -> Launch:
         return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
-    fast = _overlapped(problem, target, part, BT)
-    back = _overlapped(problem, target, part, BT, back=True) if problem.needs_grad else None
     if part:
         # with few programs, narrow strips of delta_alone were faster (benchmarks/notes/delta-rule.md)
         alone = _overlapped_alone(problem, target, part, BT) if scans.many(problem, target, part) else None
@@ -103,7 +107,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
                  for strip, num_stages in ways]
         if narrow or not fast:  # it also restores the states, but with fewer programs than narrow strips
             kernels.append(walk("delta_states", states))
-        kernels += [back or walk("delta_reverse", reverse, moved), _overlapped_grads(problem, target, BT)
+        kernels += [back or walk("delta_reverse", reverse, moved), finish
                     or scans.least_spilled_that_fits(grads, target), *scans.sum_launch(problem, target)]
     return tuple(kernels)
 
@@ -115,6 +119,12 @@ def _overlapped_alone(problem: Problem, target: Target, part: int, BT: int) -> L
     tile = {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": scans.STAGES}
     slot = 2 * BT * (K + 2 * BT + groups * BV) + 4 * BT * 5
     return _in_gluon("delta_overlapped_alone", problem, target, part, tile, scans.STAGES * slot + 1024)
+
+
+def _packed(problem: Problem, BT: int) -> list[Launch]:
+    """Return the launches that list whole chunks of packed sequences and copy the other tokens."""
+    return [scans.over_tokens("whole_chunks", problem, {"BT": BT, "BC": 128}, num_warps=1, columns=1),
+            scans.over_tokens("copy_tails", problem, {"BT": BT, "BC": 64})]
 
 
 def _overlapped_inverse(problem: Problem, target: Target, BT: int) -> Launch | None:
@@ -151,7 +161,7 @@ def _in_gluon(kernel: str, problem: Problem, target: Target, part: int | None, t
     """Return the launch of a kernel in Gluon, or None. These kernels need chunks of 64 tokens and no p."""
     if tile["BT"] != BLOCK or "p" in problem.options:
         return None
-    return scans.overlapped(kernel, problem, target, part, tile, shared)
+    return scans.overlapped(kernel, problem, target, part, tile, shared, packed=True)
 
 
 def two_steps(sizes: Sizes) -> Sizes:
