@@ -73,19 +73,20 @@ def parts_of(n, bounds, T, L, VARLEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "L"])
 def carry_decayed(
-    alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
-    kept,  # [segments, H] or, with VECTOR, [segments, H, K], fp32, log2
-    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
-    bounds,  # [N + 1] or None
-    T, H, L,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VECTOR: tl.constexpr,
-    REVERSE: tl.constexpr, V_FIRST: tl.constexpr, HAS_H0: tl.constexpr, VARLEN: tl.constexpr,
+    alone, kept, h0, bounds, T, H, L, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    VECTOR: tl.constexpr, REVERSE: tl.constexpr, V_FIRST: tl.constexpr, HAS_H0: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):
     """Replace ``alone``, in place, by the initial state of each segment, carried from segment to segment.
 
     On entry, ``alone`` contains the state that each segment would end with if it started from zero. With
     REVERSE it contains gradients, and becomes the gradient of the final state of each segment. ``kept``: log2
     decay of each segment. One program computes a tile of the state of one head.
+
+    alone: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32.
+    kept: [segments, H] or, with VECTOR, [segments, H, K], fp32, log2.
+    h0: [N, H, K, V] or, with V_FIRST, [N, H, V, K].
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -120,16 +121,9 @@ def carry_decayed(
 
 @triton.jit(do_not_specialize=["T", "L"])
 def carry_transferred(
-    alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
-    transfer,  # [segments, H, K, K], fp32
-    undivided,  # [N, H], int32
-    windows,  # [segments, H], int32, or None
-    h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
-    bounds,  # [N + 1] or None
-    T, H, L,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    REVERSE: tl.constexpr, V_FIRST: tl.constexpr, HAS_H0: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    alone, transfer, undivided, windows, h0, bounds, T, H, L, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr, V_FIRST: tl.constexpr,
+    HAS_H0: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Replace ``alone``, in place, by the initial state of each segment, carried by transfer matrices.
 
@@ -143,6 +137,13 @@ def carry_transferred(
 
     One program computes BV columns of the state of one head. A matrix that is too large for one step
     (BC < BK) is read in slices, and the state is then read in slices from memory.
+
+    alone: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32.
+    transfer: [segments, H, K, K], fp32.
+    undivided: [N, H], int32.
+    windows: [segments, H], int32, or None.
+    h0: [N, H, K, V] or, with V_FIRST, [N, H, V, K].
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     FROM: tl.constexpr = 0 if HAS_H0 else 1  # the first segment whose initial state may differ from zero

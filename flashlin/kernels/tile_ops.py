@@ -34,11 +34,7 @@ def sequence_of(n, bounds, T, VARLEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
 def gate_cumsum(
-    g,  # [rows, H]
-    G,  # [H, R], fp32
-    bounds,  # [N + 1] or None
-    T, N, H, R, S,
-    BT: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr,
+    g, G, bounds, T, N, H, R, S, BT: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Write G [H, R]: cumulative sums of g / ln 2 within blocks of BT tokens of each sequence.
 
@@ -47,6 +43,10 @@ def gate_cumsum(
 
     A decay below 2^-126, the smallest normal float32, counts as 2^-126 (FORGOTTEN). So differences of sums
     stay precise after a token that forgets the whole state, even with g = -inf.
+
+    g: [rows, H].
+    G: [H, R], fp32.
+    bounds: [N + 1] or None.
     """
     NH = (H + BH - 1) // BH
     program = tl.program_id(0)

@@ -37,27 +37,28 @@ from flashlin.kernels.conv.forward import (
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
 def conv_backward_weights(
-    x,  # [R, D]
-    weight,  # [D, W]
-    bias,  # [D]
-    h0,  # [N, W, D]
-    before,  # [R] if packed, else None: number of sequences that begin at or before each row
-    bounds,  # [N + 1] or None
-    dy, dz,  # [R, D]
-    dweight,  # [programs, W, D], fp32
-    dbias,  # [programs, D], fp32
-    T, N,
-    R,  # number of rows in the batch
-    stride,  # elements from one row of x to the next
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
-    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
-    HAS_DBIAS: tl.constexpr, VARLEN: tl.constexpr,
+    x, weight, bias, h0, before, bounds, dy, dz, dweight, dbias, T, N, R, stride, D: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):
     """Compute dz [R, D] and partial sums of dweight and dbias, the gradients of the filters and the bias.
 
     dz is the gradient of the sum before the activation. It is stored only if there is an activation. A
     program computes BD channels for several blocks of BT rows, in a grid-stride loop, and stores one partial
     sum.
+
+    x: [R, D].
+    weight: [D, W].
+    bias: [D].
+    h0: [N, W, D].
+    before: [R] if packed, else None: number of sequences that begin at or before each row.
+    bounds: [N + 1] or None.
+    dy, dz: [R, D].
+    dweight: [programs, W, D], fp32.
+    dbias: [programs, D], fp32.
+    R: number of rows in the batch.
+    stride: elements from one row of x to the next.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     share = (tl.program_id(0) // STRIPS).to(tl.int64)
@@ -98,21 +99,21 @@ def conv_backward_weights(
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
 def conv_backward_x(
-    dz,  # [R, D]
-    weight,  # [D, W]
-    dht,  # [N, W, D]
-    before,  # [R] if packed, else None: number of sequences that begin at or before each row
-    bounds,  # [N + 1] or None
-    dx,  # [R, D]
-    T, N,
-    R,  # number of rows in the batch
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
-    HAS_DHT: tl.constexpr, VARLEN: tl.constexpr,
+    dz, weight, dht, before, bounds, dx, T, N, R, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BW: tl.constexpr, HAS_DHT: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Compute dx [R, D], the gradient of the input; a program computes BT rows and BD channels.
 
     dz is the gradient of the sum before the activation. dht, the gradient of the final state, is [N, W, D],
     so that its channels are contiguous like those of dx.
+
+    dz: [R, D].
+    weight: [D, W].
+    dht: [N, W, D].
+    before: [R] if packed, else None: number of sequences that begin at or before each row.
+    bounds: [N + 1] or None.
+    dx: [R, D].
+    R: number of rows in the batch.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     begin = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
@@ -137,19 +138,19 @@ def conv_backward_x(
 
 @triton.jit(do_not_specialize=["T"])
 def conv_backward_state(
-    dz,  # [R, D]
-    weight,  # [D, W]
-    dht,  # [N, D, W]
-    bounds,  # [N + 1] or None
-    dh0,  # [N, D, W]
-    T,
-    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_DHT: tl.constexpr,
-    VARLEN: tl.constexpr,
+    dz, weight, dht, bounds, dh0, T, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    HAS_DHT: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Compute dh0 [N, D, W], the gradient of the initial state; a program computes BD channels of a sequence.
 
     Tap w of token t reads slot t + 1 + w of the state. The final state of a sequence shorter than W also
     contains slots of the initial state.
+
+    dz: [R, D].
+    weight: [D, W].
+    dht: [N, D, W].
+    bounds: [N + 1] or None.
+    dh0: [N, D, W].
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = tl.program_id(0) // STRIPS

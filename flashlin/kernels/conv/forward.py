@@ -116,22 +116,23 @@ def convolved(x, filters, bias, h0, start, n, behind, left, cols, stride, D: tl.
 
 @triton.jit(do_not_specialize=["T", "N", "R"])
 def conv_forward(
-    x,  # [R, D]
-    weight,  # [D, W]
-    bias,  # [D]
-    residual,  # [R, D]
-    h0,  # [N, W, D]
-    before,  # [R] if packed, else None: number of sequences that begin at or before each row
-    bounds,  # [N + 1] or None
-    y,  # [R, D]
-    T, N,
-    R,  # number of rows in the batch
-    stride,  # elements from one row of x to the next
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
-    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_H0: tl.constexpr,
-    VARLEN: tl.constexpr,
+    x, weight, bias, residual, h0, before, bounds, y, T, N, R, stride, D: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_H0: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """Compute y [R, D], the output of the convolution; a program computes BT rows and BD channels."""
+    """Compute y [R, D], the output of the convolution; a program computes BT rows and BD channels.
+
+    x: [R, D].
+    weight: [D, W].
+    bias: [D].
+    residual: [R, D].
+    h0: [N, W, D].
+    before: [R] if packed, else None: number of sequences that begin at or before each row.
+    bounds: [N + 1] or None.
+    y: [R, D].
+    R: number of rows in the batch.
+    stride: elements from one row of x to the next.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     start = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
@@ -164,19 +165,19 @@ def span_of(bounds, n, T, VARLEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def conv_state(
-    x,  # [R, D]
-    h0,  # [N, D, W]
-    bounds,  # [N + 1] or None
-    ht,  # [N, D, W]
-    T,
-    stride,  # elements from one row of x to the next
-    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_H0: tl.constexpr,
-    VARLEN: tl.constexpr,
+    x, h0, bounds, ht, T, stride, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    HAS_H0: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Store each sequence's last W tokens as its final state ht [N, D, W].
 
     A sequence shorter than W also keeps the last tokens of its initial state h0, or zeros without h0. A
     program computes BD channels of one sequence.
+
+    x: [R, D].
+    h0: [N, D, W].
+    bounds: [N + 1] or None.
+    ht: [N, D, W].
+    stride: elements from one row of x to the next.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = tl.program_id(0) // STRIPS
@@ -195,22 +196,24 @@ def conv_state(
 
 @triton.jit
 def conv_update(
-    x,  # [N, D]
-    weight,  # [D, W]
-    bias,  # [D]
-    residual,  # [N, D]
-    cache,  # [N, D, W]
-    y,  # [N, D]
-    along_n,  # stride of the cache by sequence, in elements
-    along_w,  # stride of the cache by slot
-    ALONG_D: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
-    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x, weight, bias, residual, cache, y, along_n, along_w, ALONG_D: tl.constexpr, D: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ):
     """Shift each sequence's cache by one token, put x into its last slot, and convolve the cache.
 
     A program updates BD channels of one sequence. ALONG_D is the cache's stride by channel, in elements. It
     is a constexpr, so that Triton can store the adjacent slots of a channel with one instruction if the
     stride is W. All loads precede all stores, because a decoding step is limited by memory latency.
+
+    x: [N, D].
+    weight: [D, W].
+    bias: [D].
+    residual: [N, D].
+    cache: [N, D, W].
+    y: [N, D].
+    along_n: stride of the cache by sequence, in elements.
+    along_w: stride of the cache by slot.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // STRIPS).to(tl.int64)

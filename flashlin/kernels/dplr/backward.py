@@ -62,19 +62,9 @@ from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, sta
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_states(
-    b_out, k_out, W,  # [rows, HV, K]
-    M,  # [rows, HV, BT]
-    v,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
-    x,  # [rows, HV, V]
-    states,  # [slots, HV, K, V], one entry per chunk
-    undivided,  # [N, HV], int32, or None
-    bounds,  # [N + 1] or None
-    T, N, HV, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    b_out, k_out, W, M, v, G, h0, x, states, undivided, bounds, T, N, HV, L, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr,
+    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Recompute the state that enters each chunk, and the values X that the tokens read from the states.
 
@@ -82,6 +72,16 @@ def dplr_states(
 
     x: receives X, whose row i is a_i S_{i-1}.
     states: receives the states.
+
+    b_out, k_out, W: [rows, HV, K].
+    M: [rows, HV, BT].
+    v: [rows, HV, V].
+    G: [rows, HV, K], fp32: decays summed within each chunk.
+    h0: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K].
+    x: [rows, HV, V].
+    states: [slots, HV, K, V], one entry per chunk.
+    undivided: [N, HV], int32, or None.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -117,22 +117,11 @@ def dplr_states(
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_reverse(
-    q_in, a_in, b_out, k_out,  # [rows, HV, K]
-    P, R, N_, T_, T_low,  # [rows, HV, BT]
-    do,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    dht,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
-    dy, dv,  # [rows, HV, V], or None
-    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE, N is the number of segments
-    dstates,  # [slots, HV, K, V], one entry per chunk, or None
-    undivided,  # [N, HV], int32, or None
-    windows_back,  # [segments, HV], int32, or None
-    bounds,  # [N + 1] or None
-    T, N, HV, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TWO_WRITES: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, ALONE: tl.constexpr,
-    V_FIRST: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_in, a_in, b_out, k_out, P, R, N_, T_, T_low, do, G, dht, dy, dv, dh0, dstates, undivided, windows_back,
+    bounds, T, N, HV, L, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, TWO_WRITES: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
+    ALONE: tl.constexpr, V_FIRST: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
+    GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute dY, dh0 and the gradient of the state that leaves each chunk, by a reverse scan.
 
@@ -144,6 +133,18 @@ def dplr_reverse(
     dy: receives dY = T^T dX, the gradient of the right-hand side of the triangular system that X solves.
     dstates: receives the gradients of the states that leave the chunks.
     dht: gradients of the states that leave the sequences or segments.
+
+    q_in, a_in, b_out, k_out: [rows, HV, K].
+    P, R, N_, T_, T_low: [rows, HV, BT].
+    do: [rows, HV, V].
+    G: [rows, HV, K], fp32: decays summed within each chunk.
+    dht: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K].
+    dy, dv: [rows, HV, V], or None.
+    dh0: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE, N is the number of segments.
+    dstates: [slots, HV, K, V], one entry per chunk, or None.
+    undivided: [N, HV], int32, or None.
+    windows_back: [segments, HV], int32, or None.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -401,22 +402,8 @@ def grads_of_chunk(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, d
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def dplr_grads(
-    q, k,  # [rows, H, K]
-    v,  # [rows, HV, V]
-    a, b,  # [rows, HV, K]
-    beta,  # [rows, HV]
-    do, x, dy,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    states, dstates,  # [slots, HV, K, V], one entry per chunk
-    dq, dk,  # [rows, HV, K]
-    dv,  # [rows, HV, V]
-    da, db,  # [rows, HV, K]
-    dbeta,  # [rows, HV], fp32
-    dg,  # [rows, HV, K], fp32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, HV, S,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, bounds, scale, T, N, H,
+    HV, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -424,6 +411,20 @@ def dplr_grads(
 
     The chunks of a packed sequence are divided among S programs. ``grads_of_chunk`` describes the inputs and
     outputs.
+
+    q, k: [rows, H, K].
+    v: [rows, HV, V].
+    a, b: [rows, HV, K].
+    beta: [rows, HV].
+    do, x, dy: [rows, HV, V].
+    G: [rows, HV, K], fp32: decays summed within each chunk.
+    states, dstates: [slots, HV, K, V], one entry per chunk.
+    dq, dk: [rows, HV, K].
+    dv: [rows, HV, V].
+    da, db: [rows, HV, K].
+    dbeta: [rows, HV], fp32.
+    dg: [rows, HV, K], fp32.
+    bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -461,26 +462,10 @@ def dplr_grads(
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
 def dplr_grads_rest(
-    q, k,  # [rows, H, K]
-    v,  # [rows, HV, V]
-    a, b,  # [rows, HV, K]
-    beta,  # [rows, HV]
-    do, x, dy,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    states, dstates,  # [slots, HV, K, V], one entry per chunk
-    dq, dk,  # [rows, HV, K]
-    dv,  # [rows, HV, V]
-    da, db,  # [rows, HV, K]
-    dbeta,  # [rows, HV], fp32
-    dg,  # [rows, HV, K], fp32
-    served,  # [slots, HV], int32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, HV,
-    shares,  # programs per sequence
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, served, bounds, scale,
+    T, N, H, HV, shares, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr,
+    GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute the gradients of the chunks that do not fit one decay reference, by halving.
 
@@ -489,6 +474,22 @@ def dplr_grads_rest(
     ``grads_of_chunk`` describes the inputs and outputs.
 
     served: 1 for chunks that fit one decay reference, else 0.
+
+    q, k: [rows, H, K].
+    v: [rows, HV, V].
+    a, b: [rows, HV, K].
+    beta: [rows, HV].
+    do, x, dy: [rows, HV, V].
+    G: [rows, HV, K], fp32: decays summed within each chunk.
+    states, dstates: [slots, HV, K, V], one entry per chunk.
+    dq, dk: [rows, HV, K].
+    dv: [rows, HV, V].
+    da, db: [rows, HV, K].
+    dbeta: [rows, HV], fp32.
+    dg: [rows, HV, K], fp32.
+    served: [slots, HV], int32.
+    bounds: [N + 1] or None.
+    shares: programs per sequence.
     """
     program = tl.program_id(0)
     i_h = program % HV

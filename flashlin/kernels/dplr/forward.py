@@ -163,19 +163,10 @@ def prepare_chunk(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_,
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def dplr_prepare(
-    q, k,  # [rows, H, K]
-    a, b,  # [rows, HV, K]
-    beta,  # [rows, HV]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
-    M, P, R, N_, T_, T_low,  # [rows, HV, BT]
-    scratch,  # [slots, HV, BT, 16], fp32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, HV, S,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
-    BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
+    q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, bounds, scale, T, N, H,
+    HV, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr,
+    ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """Compute the operands of the scans for all chunks, with one program per chunk and head.
 
@@ -197,6 +188,15 @@ def dplr_prepare(
     TWO_WRITES: DPLR, with two writing vectors b and k. Otherwise b is k, and a is -beta k or, with
         ERASE_RATE, minus a rate per channel times k.
     scratch: [slots, HV, BT, 16], memory for the triangular inverse.
+
+    q, k: [rows, H, K].
+    a, b: [rows, HV, K].
+    beta: [rows, HV].
+    G: [rows, HV, K], fp32: decays summed within each chunk.
+    q_in, a_in, b_out, k_out, W: [rows, HV, K].
+    M, P, R, N_, T_, T_low: [rows, HV, BT].
+    scratch: [slots, HV, BT, 16], fp32.
+    bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -220,21 +220,10 @@ def dplr_prepare(
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
 def dplr_prepare_rest(
-    q, k,  # [rows, H, K]
-    a, b,  # [rows, HV, K]
-    beta,  # [rows, HV]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
-    M, P, R, N_, T_, T_low,  # [rows, HV, BT]
-    scratch,  # [slots, HV, BT, 16], fp32
-    served,  # [slots, HV], int32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, HV,
-    shares,  # programs per sequence
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
-    BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
+    q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, served, bounds, scale,
+    T, N, H, HV, shares, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr,
+    ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """Compute the operands of the scans for the chunks that do not fit one decay reference, by halving.
 
@@ -242,6 +231,17 @@ def dplr_prepare_rest(
     point. ``dplr_prepare_one`` has computed all other chunks. ``dplr_prepare`` describes the operands.
 
     served: 1 for chunks that fit one decay reference, else 0.
+
+    q, k: [rows, H, K].
+    a, b: [rows, HV, K].
+    beta: [rows, HV].
+    G: [rows, HV, K], fp32: decays summed within each chunk.
+    q_in, a_in, b_out, k_out, W: [rows, HV, K].
+    M, P, R, N_, T_, T_low: [rows, HV, BT].
+    scratch: [slots, HV, BT, 16], fp32.
+    served: [slots, HV], int32.
+    bounds: [N + 1] or None.
+    shares: programs per sequence.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -262,19 +262,10 @@ def dplr_prepare_rest(
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_scan(
-    q_in, b_out, k_out, W,  # [rows, HV, K]
-    M, P, R,  # [rows, HV, BT]
-    v,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
-    o,  # [rows, HV, V]
-    ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
-    undivided,  # [N, HV], int32, or None
-    bounds,  # [N + 1] or None
-    T, N, HV, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
-    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    q_in, b_out, k_out, W, M, P, R, v, G, h0, o, ht, undivided, bounds, T, N, HV, L, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO_WRITES: tl.constexpr,
+    ERASE_RATE: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute the outputs o and the final states ht by a scan over chunks.
 
@@ -283,6 +274,16 @@ def dplr_scan(
 
     h0: the states that enter the sequences or, if these are split, the segments.
     undivided: 1 for heads whose sequences are not split after all, or None.
+
+    q_in, b_out, k_out, W: [rows, HV, K].
+    M, P, R: [rows, HV, BT].
+    v: [rows, HV, V].
+    G: [rows, HV, K], fp32: decays summed within each chunk.
+    h0: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K].
+    o: [rows, HV, V].
+    ht: [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32.
+    undivided: [N, HV], int32, or None.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)

@@ -154,20 +154,10 @@ def prepare_from_reference(q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def dplr_prepare_one(
-    q, k,  # [rows, H, K]
-    a, b,  # [rows, HV, K]
-    beta,  # [rows, HV]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
-    M, P, R, N_, T_, T_low,  # [rows, HV, BT]
-    scratch,  # [slots, HV, BT, 16], fp32
-    served,  # [slots, HV], int32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, HV, S,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, TWO_WRITES: tl.constexpr,
-    ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    q, k, a, b, beta, G, q_in, a_in, b_out, k_out, W, M, P, R, N_, T_, T_low, scratch, served, bounds, scale,
+    T, N, H, HV, S, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr,
+    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """Compute the operands of the scans for the chunks that fit one decay reference.
 
@@ -176,6 +166,16 @@ def dplr_prepare_one(
 
     served: receives 1 for chunks that fit, else 0.
     ONE: False in tests, where no chunk counts as fitting.
+
+    q, k: [rows, H, K].
+    a, b: [rows, HV, K].
+    beta: [rows, HV].
+    G: [rows, HV, K], fp32: decays summed within each chunk.
+    q_in, a_in, b_out, k_out, W: [rows, HV, K].
+    M, P, R, N_, T_, T_low: [rows, HV, BT].
+    scratch: [slots, HV, BT, 16], fp32.
+    served: [slots, HV], int32.
+    bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -357,23 +357,8 @@ def grads_from_reference(q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq,
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def dplr_grads_one(
-    q, k,  # [rows, H, K]
-    v,  # [rows, HV, V]
-    a, b,  # [rows, HV, K]
-    beta,  # [rows, HV]
-    do, x, dy,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    states, dstates,  # [slots, HV, K, V], one entry per chunk
-    dq, dk,  # [rows, HV, K]
-    dv,  # [rows, HV, V]
-    da, db,  # [rows, HV, K]
-    dbeta,  # [rows, HV], fp32
-    dg,  # [rows, HV, K], fp32
-    served,  # [slots, HV], int32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, HV, S,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, k, v, a, b, beta, do, x, dy, G, states, dstates, dq, dk, dv, da, db, dbeta, dg, served, bounds, scale,
+    T, N, H, HV, S, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute the gradients of the chunks that fit one decay reference.
@@ -383,6 +368,21 @@ def dplr_grads_one(
     and outputs.
 
     served: 1 for chunks that fit, as stored by ``dplr_prepare_one`` or ``dplr_sums``, else 0.
+
+    q, k: [rows, H, K].
+    v: [rows, HV, V].
+    a, b: [rows, HV, K].
+    beta: [rows, HV].
+    do, x, dy: [rows, HV, V].
+    G: [rows, HV, K], fp32: decays summed within each chunk.
+    states, dstates: [slots, HV, K, V], one entry per chunk.
+    dq, dk: [rows, HV, K].
+    dv: [rows, HV, V].
+    da, db: [rows, HV, K].
+    dbeta: [rows, HV], fp32.
+    dg: [rows, HV, K], fp32.
+    served: [slots, HV], int32.
+    bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
     i_h = program % HV

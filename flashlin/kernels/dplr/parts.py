@@ -15,16 +15,7 @@ from flashlin.kernels.tile_ops import state_offsets, tile
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_alone(
-    b_out, k_out, W,  # [rows, HV, K]
-    M,  # [rows, HV, BT]
-    v,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: decays summed within each chunk
-    alone,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K], fp32
-    transfer,  # [segments, HV, K, K], fp32
-    undivided,  # [N, HV], int32
-    windows, windows_back,  # [segments, HV], int32, or None
-    bounds,  # [N + 1] or None
-    T, N, HV, L,
+    b_out, k_out, W, M, v, G, alone, transfer, undivided, windows, windows_back, bounds, T, N, HV, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -41,6 +32,16 @@ def dplr_alone(
     windows: from ``dplr_windows``. A segment with a window starts at the window and needs no transfer. At 0
         the whole segment is scanned. At -1 the head is not split, so nothing is scanned.
     windows_back: the same for the reverse scan. In backward, a segment has a transfer if one of them is 0.
+
+    b_out, k_out, W: [rows, HV, K].
+    M: [rows, HV, BT].
+    v: [rows, HV, V].
+    G: [rows, HV, K], fp32: decays summed within each chunk.
+    alone: [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K], fp32.
+    transfer: [segments, HV, K, K], fp32.
+    undivided: [N, HV], int32.
+    windows, windows_back: [segments, HV], int32, or None.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV

@@ -140,15 +140,7 @@ def add_channels(L, b_P, qk, highest, kk, ka, aa, qq, q, k, g, a, A_log, dt_bias
 
 @triton.jit(do_not_specialize=["T", "lowest"])
 def dplr_sums(
-    g,  # [rows, HV, K]
-    A_log,  # [HV], fp32, or None
-    dt_bias,  # [HV, K], fp32, or None
-    G,  # [rows, HV, K], fp32
-    served,  # [slots, HV], int32
-    lowest,  # lower bound of the log decays
-    T,  # tokens of a sequence, a multiple of BT
-    HV,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    g, A_log, dt_bias, G, served, lowest, T, HV, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
 ):
     """Sum the log decays within chunks of BT tokens into G, and find which chunks fit one decay reference.
 
@@ -158,6 +150,14 @@ def dplr_sums(
 
     A_log: if given, g contains raw gates, as in ``dplr_prepare_raw``.
     served: receives 1 for chunks that fit one decay reference, else 0, as in ``dplr_prepare_one``.
+
+    g: [rows, HV, K].
+    A_log: [HV], fp32, or None.
+    dt_bias: [HV, K], fp32, or None.
+    G: [rows, HV, K], fp32.
+    served: [slots, HV], int32.
+    lowest: lower bound of the log decays.
+    T: tokens of a sequence, a multiple of BT.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -181,26 +181,10 @@ def dplr_sums(
 @described()
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale", "lowest"])
 def dplr_prepare_raw(
-    q, k,  # [rows, H, K]
-    g,  # [rows, HV, K]
-    a,  # [rows, HV, K], or None
-    beta,  # [rows, HV], or None
-    A_log,  # [HV], fp32, or None
-    dt_bias,  # [HV, K], fp32, or None
-    q_in, a_in, b_out, W,  # [rows, HV, K]
-    M, P, T_, T_low,  # [rows, HV, BT]
-    G,  # [rows, HV, K], fp32
-    v, do,  # [rows, HV, V], or None
-    facts,  # [HV, FACTS, programs of a head], fp32, or None
-    scratch,  # [programs, BT, 16], fp32
-    bounds,  # [N + 1] or None
-    scale,
-    lowest,  # lower bound of the log decays
-    T, N, H, HV,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, NORMALIZE: tl.constexpr,
-    BOUNDED: tl.constexpr, FACTS: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
-    REGISTERS: tl.constexpr,  # bound on the registers per thread, see compat/descriptors.py
+    q, k, g, a, beta, A_log, dt_bias, q_in, a_in, b_out, W, M, P, T_, T_low, G, v, do, facts, scratch, bounds,
+    scale, lowest, T, N, H, HV, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    NORMALIZE: tl.constexpr, BOUNDED: tl.constexpr, FACTS: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr, REGISTERS: tl.constexpr,
 ):
     """Compute the operands of the scans for all chunks, with one program per chunk and head.
 
@@ -215,6 +199,22 @@ def dplr_prepare_raw(
     BOUNDED: 1 if all chunks fit one decay reference, so that they need no test, else 0.
     G: receives the sum of decays of each chunk, in the chunk's last row. Its other rows may be overwritten.
     facts: if given, receives what ``store_facts`` computes from v and, in backward, from do.
+
+    q, k: [rows, H, K].
+    g: [rows, HV, K].
+    a: [rows, HV, K], or None.
+    beta: [rows, HV], or None.
+    A_log: [HV], fp32, or None.
+    dt_bias: [HV, K], fp32, or None.
+    q_in, a_in, b_out, W: [rows, HV, K].
+    M, P, T_, T_low: [rows, HV, BT].
+    G: [rows, HV, K], fp32.
+    v, do: [rows, HV, V], or None.
+    facts: [HV, FACTS, programs of a head], fp32, or None.
+    scratch: [programs, BT, 16], fp32.
+    bounds: [N + 1] or None.
+    lowest: lower bound of the log decays.
+    REGISTERS: bound on the registers per thread, see compat/descriptors.py.
     """
     program = tl.program_id(0)
     i_h = program % HV

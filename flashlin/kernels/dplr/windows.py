@@ -99,13 +99,8 @@ def store_facts(facts, stride, highest, kk, ka, aa, ww, qq, oo, length, BT: tl.c
 
 @triton.jit(do_not_specialize=["T", "N", "L", "stride", "otherwise"])
 def dplr_windows(
-    facts,  # [HV, FACTS, stride], fp32: numbers of chunks
-    state,  # [N, HV, K, V], or None: states or gradients that enter the sequences
-    found,  # [segments, HV], int32
-    bounds,  # [N + 1] or None
-    T, N, HV, L, stride, otherwise,
-    SIZE: tl.constexpr,  # K * V
-    BT: tl.constexpr, NEAR: tl.constexpr, FACTS: tl.constexpr, VARLEN: tl.constexpr, REVERSE: tl.constexpr,
+    facts, state, found, bounds, T, N, HV, L, stride, otherwise, SIZE: tl.constexpr, BT: tl.constexpr,
+    NEAR: tl.constexpr, FACTS: tl.constexpr, VARLEN: tl.constexpr, REVERSE: tl.constexpr,
 ):
     """Find the window of each segment and head, as a number of chunks, or ``otherwise`` if it has none.
 
@@ -114,6 +109,12 @@ def dplr_windows(
 
     otherwise: 0 if the segment then needs its transfer, -1 if the head is then not split.
     REVERSE: find the windows at the start of segments, for gradients.
+
+    facts: [HV, FACTS, stride], fp32: numbers of chunks.
+    state: [N, HV, K, V], or None: states or gradients that enter the sequences.
+    found: [segments, HV], int32.
+    bounds: [N + 1] or None.
+    SIZE: K * V.
     """
     program = tl.program_id(0)
     i_h = program % HV

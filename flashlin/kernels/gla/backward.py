@@ -61,19 +61,20 @@ from flashlin.kernels.tile_ops import first_slot, put, sequence_of, state_offset
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
 def gla_states(
-    k_out,  # [rows, H, K]
-    v,  # [rows, H, V]
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
-    states,  # [slots, H, K, V], one entry per chunk
-    bounds,  # [N + 1] or None
-    T, N, H, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    k_out, v, G, h0, states, bounds, T, N, H, L, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Recompute the state that enters each chunk and store it into ``states``.
 
     One program computes BV columns of one head's state. The operands come from ``gla_scores``.
+
+    k_out: [rows, H, K].
+    v: [rows, H, V].
+    G: [rows, H, K], fp32: decays summed within each chunk.
+    h0: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K].
+    states: [slots, H, K, V], one entry per chunk.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -99,20 +100,9 @@ def gla_states(
 
 @triton.jit(do_not_specialize=["T", "N", "L", "scale"])
 def gla_reverse(
-    q_in, k_out,  # [rows, H, K]
-    do,  # [rows, H, V]
-    A,  # [rows, H, BT]
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    dht,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
-    dv,  # [rows, H, V]
-    dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
-    dstates,  # [slots, H, K, V], one entry per chunk
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-    GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    q_in, k_out, do, A, G, dht, dv, dh0, dstates, bounds, scale, T, N, H, L, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
+    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute dv, dh0 and the gradient of the state that leaves each chunk, by a reverse scan.
 
@@ -120,6 +110,16 @@ def gla_reverse(
 
     dstates: receives the gradients of the states that leave the chunks.
     dht: gradients of the states that leave the sequences or segments.
+
+    q_in, k_out: [rows, H, K].
+    do: [rows, H, V].
+    A: [rows, H, BT].
+    G: [rows, H, K], fp32: decays summed within each chunk.
+    dht: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K].
+    dv: [rows, H, V].
+    dh0: [N, H, K, V] or, with V_FIRST, [N, H, V, K].
+    dstates: [slots, H, K, V], one entry per chunk.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -251,20 +251,9 @@ def grads_of_chunk(q, k, v, u, do, G, states, dstates, dq, dk, dg, du, scale, n,
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def gla_grads(
-    q, k,  # [rows, H, K]
-    v,  # [rows, H, V]
-    u,  # [H, K] or None
-    do,  # [rows, H, V]
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    states, dstates,  # [slots, H, K, V], one entry per chunk
-    dq, dk,  # [rows, H, K]
-    dg,  # [rows, H, K], fp32
-    du,  # [slots, H, K], fp32, or None
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, S,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, u, do, G, states, dstates, dq, dk, dg, du, bounds, scale, T, N, H, S, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EARLIER: tl.constexpr,
+    VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute dq, dk and dg of all chunks by halving, with one program per chunk and head.
 
@@ -273,6 +262,17 @@ def gla_grads(
     states: the states that enter the chunks.
     dstates: the gradients of the states that leave the chunks.
     du: with EARLIER (RWKV-6), receives each chunk's part of the gradient of the bonus u.
+
+    q, k: [rows, H, K].
+    v: [rows, H, V].
+    u: [H, K] or None.
+    do: [rows, H, V].
+    G: [rows, H, K], fp32: decays summed within each chunk.
+    states, dstates: [slots, H, K, V], one entry per chunk.
+    dq, dk: [rows, H, K].
+    dg: [rows, H, K], fp32.
+    du: [slots, H, K], fp32, or None.
+    bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
     i_h = program % H
@@ -298,20 +298,7 @@ def gla_grads(
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
 def gla_grads_rest(
-    q, k,  # [rows, H, K]
-    v,  # [rows, H, V]
-    u,  # [H, K] or None
-    do,  # [rows, H, V]
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    states, dstates,  # [slots, H, K, V], one entry per chunk
-    dq, dk,  # [rows, H, K]
-    dg,  # [rows, H, K], fp32
-    du,  # [slots, H, K], fp32, or None
-    served,  # [slots, H], int32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H,
-    shares,  # programs per sequence
+    q, k, v, u, do, G, states, dstates, dq, dk, dg, du, served, bounds, scale, T, N, H, shares,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -324,6 +311,19 @@ def gla_grads_rest(
     dstates: the gradients of the states that leave the chunks.
     du: with EARLIER (RWKV-6), receives each chunk's part of the gradient of the bonus u.
     served: 1 for chunks that fit one decay reference, else 0.
+
+    q, k: [rows, H, K].
+    v: [rows, H, V].
+    u: [H, K] or None.
+    do: [rows, H, V].
+    G: [rows, H, K], fp32: decays summed within each chunk.
+    states, dstates: [slots, H, K, V], one entry per chunk.
+    dq, dk: [rows, H, K].
+    dg: [rows, H, K], fp32.
+    du: [slots, H, K], fp32, or None.
+    served: [slots, H], int32.
+    bounds: [N + 1] or None.
+    shares: programs per sequence.
     """
     program = tl.program_id(0)
     i_h = program % H

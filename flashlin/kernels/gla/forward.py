@@ -56,18 +56,17 @@ halving = False
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
 def gla_sums(
-    g, G,  # [rows, C]
-    bounds,  # [N + 1] or None
-    T, N,
-    C,  # channels of all heads
-    S,
-    BT: tl.constexpr, BC: tl.constexpr, VARLEN: tl.constexpr,
+    g, G, bounds, T, N, C, S, BT: tl.constexpr, BC: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Sum the decays g / ln 2 within chunks of BT tokens of each sequence, into G.
 
     S programs divide the chunks of a sequence. Each computes BC of the C channels of all heads. A log2 decay
     below -126, the exponent of float32's smallest normal number, is raised to -126. So differences of sums
     stay precise after a token that forgets everything, even if its decay is -inf.
+
+    g, G: [rows, C].
+    bounds: [N + 1] or None.
+    C: channels of all heads.
     """
     NC = (C + BC - 1) // BC
     program = tl.program_id(0)
@@ -156,16 +155,8 @@ def scores_of_chunk(q, k, u, G, A, q_in, k_out, scale, first, t0, length, i_h, H
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def gla_scores(
-    q, k,  # [rows, H, K]
-    u,  # [H, K] or None
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    A,  # [rows, H, BT]
-    q_in, k_out,  # [rows, H, K]
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, S,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, u, G, A, q_in, k_out, bounds, scale, T, N, H, S, K: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute the scores of each chunk, and the weighted q and k that the scans read, by halving.
 
@@ -175,6 +166,13 @@ def gla_scores(
     A: receives the scores of pairs within a chunk.
     q_in: receives q e^G, which reads the state that enters the chunk.
     k_out: receives k e^{G_L - G}, which is written to the state that leaves the chunk.
+
+    q, k: [rows, H, K].
+    u: [H, K] or None.
+    G: [rows, H, K], fp32: decays summed within each chunk.
+    A: [rows, H, BT].
+    q_in, k_out: [rows, H, K].
+    bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
     i_h = program % H
@@ -193,19 +191,8 @@ def gla_scores(
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
 def gla_scores_rest(
-    q, k,  # [rows, H, K]
-    u,  # [H, K] or None
-    g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: receives decays summed within each chunk
-    A,  # [rows, H, BT]
-    q_in, k_out,  # [rows, H, K]
-    served,  # [slots, H], int32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H,
-    shares,  # programs per sequence
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, u, g, G, A, q_in, k_out, served, bounds, scale, T, N, H, shares, K: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute the scores and the weighted q and k of the chunks that do not fit one decay reference.
 
@@ -213,6 +200,16 @@ def gla_scores_rest(
     point. ``gla_scores_one`` has computed all other chunks. ``gla_scores`` describes A, q_in and k_out.
 
     served: 1 for chunks that fit one decay reference, else 0.
+
+    q, k: [rows, H, K].
+    u: [H, K] or None.
+    g: [rows, H, K], fp32.
+    G: [rows, H, K], fp32: receives decays summed within each chunk.
+    A: [rows, H, BT].
+    q_in, k_out: [rows, H, K].
+    served: [slots, H], int32.
+    bounds: [N + 1] or None.
+    shares: programs per sequence.
     """
     program = tl.program_id(0)
     i_h = program % H
@@ -234,19 +231,9 @@ def gla_scores_rest(
 
 @triton.jit(do_not_specialize=["T", "N", "L", "scale"])
 def gla_scan(
-    q_in, k_out,  # [rows, H, K]
-    v,  # [rows, H, V]
-    A,  # [rows, H, BT]
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
-    o,  # [rows, H, V]
-    ht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-    GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    q_in, k_out, v, A, G, h0, o, ht, bounds, scale, T, N, H, L, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute the outputs o and the final states ht by a scan over chunks.
 
@@ -254,6 +241,15 @@ def gla_scan(
     operands come from ``gla_scores``.
 
     h0: the states that enter the sequences or, if these are split, the segments.
+
+    q_in, k_out: [rows, H, K].
+    v: [rows, H, V].
+    A: [rows, H, BT].
+    G: [rows, H, K], fp32: decays summed within each chunk.
+    h0: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K].
+    o: [rows, H, V].
+    ht: [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)

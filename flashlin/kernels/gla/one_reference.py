@@ -75,18 +75,8 @@ def scores_from_reference(q, k, u, g, G, A, q_in, k_out, served, scale, n, first
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def gla_scores_one(
-    q, k,  # [rows, H, K]
-    u,  # [H, K] or None
-    g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: decays summed within each chunk; only the last row is set
-    A,  # [rows, H, BT]
-    q_in, k_out,  # [rows, H, K]
-    served,  # [slots, H], int32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, S,
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, u, g, G, A, q_in, k_out, served, bounds, scale, T, N, H, S, K: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute the scores and the weighted q and k of the chunks that fit one decay reference.
 
@@ -95,6 +85,15 @@ def gla_scores_one(
 
     served: receives 1 for chunks that fit, else 0.
     ONE: False in tests, where no chunk counts as fitting.
+
+    q, k: [rows, H, K].
+    u: [H, K] or None.
+    g: [rows, H, K], fp32.
+    G: [rows, H, K], fp32: decays summed within each chunk; only the last row is set.
+    A: [rows, H, BT].
+    q_in, k_out: [rows, H, K].
+    served: [slots, H], int32.
+    bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
     i_h = program % H
@@ -197,22 +196,9 @@ def grads_from_reference(q, k, v, u, do, g, G, states, dstates, dq, dk, dg, du, 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def gla_grads_one(
-    q, k,  # [rows, H, K]
-    v,  # [rows, H, V]
-    u,  # [H, K] or None
-    do,  # [rows, H, V]
-    g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: decays summed within each chunk; only the last row is read
-    states, dstates,  # [slots, H, K, V], one entry per chunk
-    dq, dk,  # [rows, H, K]
-    dg,  # [rows, H, K], fp32
-    du,  # [slots, H, K], fp32, or None
-    served,  # [slots, H], int32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, S,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    EARLIER: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, u, do, g, G, states, dstates, dq, dk, dg, du, served, bounds, scale, T, N, H, S, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EARLIER: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute dq, dk and dg of the chunks that fit one decay reference.
 
@@ -223,6 +209,19 @@ def gla_grads_one(
     dstates: the gradients of the states that leave the chunks.
     du: with EARLIER (RWKV-6), receives each chunk's part of the gradient of the bonus u.
     served: 1 for chunks that fit, as stored by ``gla_scores_one``, else 0.
+
+    q, k: [rows, H, K].
+    v: [rows, H, V].
+    u: [H, K] or None.
+    do: [rows, H, V].
+    g: [rows, H, K], fp32.
+    G: [rows, H, K], fp32: decays summed within each chunk; only the last row is read.
+    states, dstates: [slots, H, K, V], one entry per chunk.
+    dq, dk: [rows, H, K].
+    dg: [rows, H, K], fp32.
+    du: [slots, H, K], fp32, or None.
+    served: [slots, H], int32.
+    bounds: [N + 1] or None.
     """
     program = tl.program_id(0)
     i_h = program % H

@@ -38,16 +38,9 @@ def sum_of_chunk(G, last, first, t0, i_h, H, K: tl.constexpr, k0, BK: tl.constex
 
 @triton.jit(do_not_specialize=["T", "N", "L", "scale"])
 def gla_alone(
-    x,  # [rows, H, K]: k_out, with REVERSE q_in
-    y,  # [rows, H, V]: v, with REVERSE do
-    G,  # [rows, H, K], fp32: decays summed within each chunk
-    alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
-    kept,  # [segments, H, K], fp32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    REVERSE: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    x, y, G, alone, kept, bounds, scale, T, N, H, L, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Compute the final state of each segment from a zero initial state, and the segment's total decay.
 
@@ -58,6 +51,13 @@ def gla_alone(
     x, y: k_out and v or, with REVERSE, q_in and do (see ``gla_scores``).
     alone: receives the states or gradients.
     kept: receives the sum of the segment's log2 decays for each channel.
+
+    x: [rows, H, K]: k_out, with REVERSE q_in.
+    y: [rows, H, V]: v, with REVERSE do.
+    G: [rows, H, K], fp32: decays summed within each chunk.
+    alone: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32.
+    kept: [segments, H, K], fp32.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)

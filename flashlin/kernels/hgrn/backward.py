@@ -23,21 +23,22 @@ from flashlin.kernels.tile_ops import sequence_of, zero_gaps
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
 def hgrn_backward(
-    do, g,  # [rows, D]
-    decays, ends,  # [N, S - 1, D], fp32
-    o,  # [rows, D]
-    h0, dht,  # [N, D] or None
-    dx, dg,  # [rows, D]
-    dh0,  # [N, D], fp32, or None
-    bounds,  # [N + 1] or None
-    T, N,
-    S,  # number of segments of a sequence
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+    do, g, decays, ends, o, h0, dht, dx, dg, dh0, bounds, T, N, S, D: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
 ):
     """Compute dx and dg [rows, D], the gradients of x and g, and dh0 [N, D] unless it is None.
 
     A program computes BD channels of one segment of a sequence, from its last token to its first. decays and
     ends, [N, S - 1, D], come from ``hgrn_ends``. They are the transfers of all segments but the last.
+
+    do, g: [rows, D].
+    decays, ends: [N, S - 1, D], fp32.
+    o: [rows, D].
+    h0, dht: [N, D] or None.
+    dx, dg: [rows, D].
+    dh0: [N, D], fp32, or None.
+    bounds: [N + 1] or None.
+    S: number of segments of a sequence.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)

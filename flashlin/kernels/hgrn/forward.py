@@ -86,18 +86,19 @@ def segment_of(s, S, length, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "S"])
 def hgrn_ends(
-    x, g,  # [rows, D]
-    decays, ends,  # [N, S - 1, D], fp32
-    bounds,  # [N + 1] or None
-    T,
-    S,  # number of segments of a sequence
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr,
+    x, g, decays, ends, bounds, T, S, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):
     """Compute the transfer of each segment but the last: decays and ends, both [N, S - 1, D] in fp32.
 
     A segment turns a state h into decays * h + ends, so ``ends`` is its final state if it starts from zero.
     STEP = -1 is for backward: it numbers segments from the end of the sequence, and x is the gradient of o. A
     program computes BD channels of one segment.
+
+    x, g: [rows, D].
+    decays, ends: [N, S - 1, D], fp32.
+    bounds: [N + 1] or None.
+    S: number of segments of a sequence.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     BACK: tl.constexpr = (1 - STEP) // 2
@@ -146,20 +147,21 @@ def carried(h, decays, ends, n, s, S, cols, D: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
 def hgrn_forward(
-    x, g,  # [rows, D]
-    decays, ends,  # [N, S - 1, D], fp32
-    h0,  # [N, D] or None
-    o,  # [rows, D]
-    ht,  # [N, D], fp32, or None
-    bounds,  # [N + 1] or None
-    T, N,
-    S,  # number of segments of a sequence
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+    x, g, decays, ends, h0, o, ht, bounds, T, N, S, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    VARLEN: tl.constexpr, GAPS: tl.constexpr,
 ):
     """Compute the states of all tokens as o [rows, D], and the final state ht [N, D] unless it is None.
 
     A program computes BD channels of one segment of a sequence. decays and ends, [N, S - 1, D], come from
     ``hgrn_ends``. They are the transfers of all segments but the last.
+
+    x, g: [rows, D].
+    decays, ends: [N, S - 1, D], fp32.
+    h0: [N, D] or None.
+    o: [rows, D].
+    ht: [N, D], fp32, or None.
+    bounds: [N + 1] or None.
+    S: number of segments of a sequence.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)

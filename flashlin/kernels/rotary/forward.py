@@ -45,23 +45,23 @@ def sequences_of(bounds, token, inside, N, steps):
 
 @triton.jit(do_not_specialize=["offset", "T", "N", "steps", "rows", "TR"])
 def rotary(
-    x,  # [B, T, H, D]
-    cos, sin,  # [TR, R]
-    offsets,  # [N] or None
-    bounds,  # [N + 1] or None
-    y,  # [B, T, H, D]
-    offset,  # added to every position
-    T, N,
-    steps,  # steps of the binary search in bounds
-    rows,
-    TR,  # number of rows of the tables
-    along_t, along_h, onto_t, onto_h,  # strides of x and of y by token and by head
+    x, cos, sin, offsets, bounds, y, offset, T, N, steps, rows, TR, along_t, along_h, onto_t, onto_h,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
 ):
     """Compute y [B, T, H, D], the rotated x; BACK rotates in the opposite direction.
 
     A program computes BT rows, each one head of one token, with BR rotated pairs or 2 BR copied channels.
+
+    x: [B, T, H, D].
+    cos, sin: [TR, R].
+    offsets: [N] or None.
+    bounds: [N + 1] or None.
+    y: [B, T, H, D].
+    offset: added to every position.
+    steps: steps of the binary search in bounds.
+    TR: number of rows of the tables.
+    along_t, along_h, onto_t, onto_h: strides of x and of y by token and by head.
     """
     TURNED: tl.constexpr = (R + BR - 1) // BR
     STRIPS: tl.constexpr = TURNED + (D - 2 * R + 2 * BR - 1) // (2 * BR)

@@ -30,20 +30,10 @@ from flashlin.kernels.tile_ops import decays, put, scaled_decay, state_offsets, 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_scan(
-    q, k,  # [rows, H // GROUP, K]
-    v,  # [rows, H, V]
-    G,  # [H, R], fp32
-    gamma,  # [H]
-    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
-    o,  # [rows, H, V]
-    ht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, R, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, G, gamma, h0, o, ht, bounds, scale, T, N, H, R, L, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, HAS_H0: tl.constexpr,
+    HAS_HT: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Compute the outputs o and the final states ht by a scan over chunks.
 
@@ -51,6 +41,15 @@ def simple_gla_scan(
 
     h0: the states that enter the sequences or, if these are split, the segments.
     DECAY: 0 for no decay, 1 for one decay per head (gamma), 2 for one decay per token and head (G).
+
+    q, k: [rows, H // GROUP, K].
+    v: [rows, H, V].
+    G: [H, R], fp32.
+    gamma: [H].
+    h0: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K].
+    o: [rows, H, V].
+    ht: [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)

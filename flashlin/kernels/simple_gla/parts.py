@@ -12,18 +12,10 @@ from flashlin.kernels.tile_ops import decays, state_offsets, tile
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_alone(
-    x,  # [rows, H // GROUP, K]: k, with REVERSE q
-    y,  # [rows, H, V]: v, with REVERSE do
-    G,  # [H, R], fp32
-    gamma,  # [H]
-    alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
-    kept,  # [segments, H], fp32
-    bounds,  # [N + 1] or None
-    scale,
-    T, N, H, R, L,
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, REVERSE: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    x, y, G, gamma, alone, kept, bounds, scale, T, N, H, R, L, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr,
+    V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Compute the final state of each segment from a zero initial state, and the segment's total decay.
 
@@ -34,6 +26,14 @@ def simple_gla_alone(
     x, y: k and v or, with REVERSE, q and do.
     alone: receives the states or gradients.
     kept: receives the sum of the segment's log2 decays.
+
+    x: [rows, H // GROUP, K]: k, with REVERSE q.
+    y: [rows, H, V]: v, with REVERSE do.
+    G: [H, R], fp32.
+    gamma: [H].
+    alone: [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32.
+    kept: [segments, H], fp32.
+    bounds: [N + 1] or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
