@@ -72,7 +72,7 @@ class Batch:
         self.N = x.bounds.shape[0] - 1 if self.packed else self.B
         self.slices = parts(plan, self.N, most) if self.HV else []  # no launches without heads
         part = max([launch.part for launch in plan.launches])
-        self.split, self.L = part > 0, part or WHOLE
+        self.split, self.L = 0 < part < self.T, part or WHOLE
         # True if kernels zero the rows outside the packed sequences. Only a launch of all sequences can do
         # so. A launch of some sequences would also zero the rows of the other sequences.
         self.gaps = self.packed and len(self.slices) == 1

@@ -57,18 +57,45 @@ def state_tile(x, nh, v0, k0, layout: gl.constexpr, BK: gl.constexpr, V: gl.cons
 
 
 @gluon.jit
-def packed_rows(bounds, H, V: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
-    """Return the place of a program, like ``own_rows``, for the whole chunks of packed sequences.
+def packed_rows(undivided, bounds, T, N, H, L, V: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
+                REVERSE: gl.constexpr):
+    """Return the place of a program, like ``own_rows``, for packed sequences.
 
-    The sequences are not split. bounds: [N + 1].
+    Rows after the last ROWS rows of a sequence are left out. Segments are numbered as in
+    ``sequence_split.part_of``.
+
+    bounds: [N + 1].
     """
     NV: gl.constexpr = V // COLUMNS
     program = gl.program_id(0)
     own = program // NV
+    i_h = own % H
     n = own // H
+    i_part = n * 0
+    if L < T:
+        i_p = n
+        n = i_p * 0
+        high = gl.minimum(i_p, N - 1)
+        while n < high:
+            middle = (n + high + 1) // 2
+            before = (gl.load(bounds + middle) // L).to(gl.int32) + middle <= i_p
+            n = gl.where(before, middle, n)
+            high = gl.where(before, high, middle - 1)
+        i_part = i_p - n - (gl.load(bounds + n) // L).to(gl.int32)
     row0 = gl.load(bounds + n).to(gl.int32)
-    length = gl.load(bounds + n + 1).to(gl.int32) - row0
-    return program % NV * COLUMNS, own % H, n, row0, length // ROWS, own, own
+    whole = gl.load(bounds + n + 1).to(gl.int32) - row0
+    last = gl.maximum((whole - 1) // L, 0)
+    length = gl.maximum(gl.minimum(whole - i_part * L, L), 0)
+    ends = i_part == (0 if REVERSE else last)
+    entering = own
+    if undivided is not None:
+        if gl.load(undivided + n * H + i_h) != 0:
+            length = gl.where(i_part == 0, whole, 0)
+            ends = i_part == 0
+            if REVERSE:
+                entering = gl.where(ends, own + last * H, own)
+    leaving = gl.where(ends, n * H + i_h, -1)
+    return program % NV * COLUMNS, i_h, n, row0 + i_part * L, length // ROWS, entering, leaving
 
 
 @gluon.jit

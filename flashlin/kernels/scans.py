@@ -409,15 +409,14 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int | None, 
     """Return the launch of a family's Gluon kernel, or None if the problem or the target does not allow it.
 
     The kernel supports dense sequences of whole chunks, and heads of 64 or 128. With packed, it also computes
-    the whole chunks of packed sequences that are not split and that have 64 tokens on average. It waits at its own barriers,
+    the whole chunks of packed sequences of at least one chunk on average. It waits at its own barriers,
     so a wrong one would make it hang. Therefore it is used only if it has run on this kind of GPU.
     part: tokens of a segment, or 0, or None for a kernel with one program for each chunk.
     tile: BT, BK, BV and others, such as GROUPS if a program computes GROUPS times BV columns.
     """
     columns = tile.get("BV", problem.V) * tile.get("GROUPS", 1)
     if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
-            or problem.max_warps < 4 or (not (packed and not part and not problem.batch_part
-                                              and problem.N * tile["BT"] <= problem.T)
+            or problem.max_warps < 4 or (not packed or problem.batch_part or problem.N * tile["BT"] > problem.T
                                          if problem.varlen else problem.T % tile["BT"])
             or problem.invariant or problem.portable
             or not problem.T or problem.K not in (64, 128) or problem.V % columns):

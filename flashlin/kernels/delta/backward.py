@@ -40,7 +40,7 @@ from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
-from flashlin.kernels.delta.forward import delta_states, launch_forward, packed_scan, put_columns
+from flashlin.kernels.delta.forward import delta_states, launch_forward, packed_scan, put_columns, states_between
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.packed import chunk_rows, put_tails, tails_of
 from flashlin.kernels.delta.parts import enter_segments
@@ -450,30 +450,31 @@ def packed_backward(batch: Batch, x: Inputs, how: Scalars, do: torch.Tensor, dht
     plan, HV, K, V, bounds = batch.plan, batch.HV, batch.K, batch.V, x.bounds
     assert bounds is not None
     finishing = plan.launch("delta_overlapped_grads")
-    BT, do = finishing.block("BT"), do.to(x.v.dtype)
-    chunks = batch.T // BT
-    grads = batch.gradients(needs, "q", "k", "v", "beta", "g")
-    middle = torch.empty(batch.N, HV, *((V, K) if how.state_v_first else (K, V)), dtype=torch.float32,
-                         device=batch.device)
+    BT, do, middle = finishing.block("BT"), do.to(x.v.dtype), states_between(batch, how)
+    chunks, grads = batch.T // BT, batch.gradients(needs, "q", "k", "v", "beta", "g")
     states, dstates = (x.v.new_empty(chunks, HV, K, V) for _ in range(2))
     made: dict[str, torch.Tensor | None] = {}
+    short = dict(V=V, DECAY=batch.decay, V_FIRST=how.state_v_first)
     for part in batch.parts(finishing, **grads, do=do, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2],
-                            betas=lines[0], G=lines[1], states=states, dstates=dstates, undivided=None,
-                            windows_back=None, whole=batch.T, entries=chunks):
+                            betas=lines[0], G=lines[1], states=states, dstates=dstates, windows_back=None,
+                            whole=batch.T, entries=chunks):
         part["dy"], part["u"], part["slots"] = part["dv"], torch.empty_like(x.v), chunks
+        enter_segments(batch, part, dict(short, K=K, VARLEN=True, PRECISION=precision(plan), EARLIER=False,
+                                         HALF=True), has_dht=True)
         packed_scan(batch, how, {**part, "q": None, "o": part["u"], "ht": middle})
         tails = tails_of(plan, x, "q", "k", "v", "beta", "g", do=do)
         pulled = tails.pop("do")
         own = Inputs(**tails, p=None, h0=middle, bounds=None)
         _, _, *kept = launch_forward(plan, own, how)
         made = launch_backward(plan, own, how, pulled, dht, needs | {"h0"}, *kept)  # type: ignore[arg-type]
-        batch.scan(delta_overlapped_back, dict(
-            V=V, DECAY=batch.decay, V_FIRST=how.state_v_first, HAS_DHT=True,
-            HAS_DH0=part["dh0"] is not None, ALONE=False), {**part, "dht": made["h0"]})
+        part["dht"] = made["h0"]
+        back_by_transfers(batch, part, delta_overlapped_back, short, "dy", "dstates")
+        batch.scan(delta_overlapped_back, dict(short, HAS_DHT=True, HAS_DH0=part["dh0"] is not None,
+                                               ALONE=False), part)
         if needs != STATE_ALONE:
-            rows = chunk_rows(plan, bounds, batch.T)
-            start(finishing, delta_overlapped_grads, chunks * HV, dict(
-                chunk_rows=rows, K=K, DECAY=batch.decay), {**part, "N": 1, "T": chunks * BT})
+            part["chunk_rows"] = chunk_rows(plan, bounds, batch.T)
+            start(finishing, delta_overlapped_grads, chunks * HV, dict(K=K, DECAY=batch.decay),
+                  {**part, "N": 1, "T": chunks * BT})
     found = batch.by_tensor(grads)
     for name in ("q", "k", "v", "beta", "g") if needs != STATE_ALONE else ():
         if (whole := found[name]) is not None and (tail := made[name]) is not None:

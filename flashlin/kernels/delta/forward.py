@@ -381,7 +381,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
         kk = lines.new_empty(batch.H, lines.shape[2])
         facts = lines.new_empty(HV, FACTS, batch.B * -(-batch.T // BLOCK))
     if batch.packed and OVERLAPPED in scanning.traits:
-        return o, packed_forward(batch, x, how, o, ht, A, A_low, lines), A, A_low, lines, None
+        return o, packed_forward(batch, x, how, o, A, A_low, lines), A, A_low, lines, None
     constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=batch.decay,
                      EARLIER=x.p is not None)
     scanned = dict(constants, V=V, V_FIRST=how.state_v_first)
@@ -412,32 +412,39 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     return o, ht, A, A_low, lines, facts if plan.problem.needs_grad else None
 
 
-def packed_forward(batch: Batch, x: Inputs, how: Scalars, o: torch.Tensor, ht: torch.Tensor | None,
-                   A: torch.Tensor, A_low: torch.Tensor | None, lines: torch.Tensor) -> torch.Tensor | None:
+def packed_forward(batch: Batch, x: Inputs, how: Scalars, o: torch.Tensor, A: torch.Tensor,
+                   A_low: torch.Tensor | None, lines: torch.Tensor) -> torch.Tensor | None:
     """Run the forward of packed sequences in Gluon (``packed.py``), and return the final states or None.
 
-    o, ht, A, A_low, lines: the buffers that ``launch_forward`` returns. This function does not fill ht.
+    o, A, A_low, lines: the buffers that ``launch_forward`` returns.
     """
     from flashlin.kernels.delta.overlapping_inverse import delta_overlapped_inverse
     plan, HV, bounds = batch.plan, batch.HV, x.bounds
     assert bounds is not None
     inverting = plan.launch("delta_overlapped_inverse")
+    BT = inverting.block("BT")
+    chunks, middle = batch.T // BT, states_between(batch, how)
     lines[0].copy_(x.beta[0].T)
-    middle = torch.empty(batch.N, HV, *((batch.V, batch.K) if how.state_v_first else (batch.K, batch.V)),
-                         dtype=torch.float32, device=batch.device)
     for part in batch.parts(inverting, A=A, A_low=A_low, o=o, ht=middle, scale=how.scale, R=lines.shape[2],
-                            betas=lines[0], G=lines[1], kk=None, undivided=None, states=None):
+                            betas=lines[0], G=lines[1], kk=None, states=None, whole=batch.T, entries=chunks):
         summed(plan, x.g, bounds, batch.N, lines[1])
-        BT = inverting.block("BT")
-        chunks = batch.T // BT
-        part.update(chunk_rows=chunk_rows(plan, bounds, batch.T), whole=batch.T, entries=chunks)
+        part["chunk_rows"] = chunk_rows(plan, bounds, batch.T)
         start(inverting, delta_overlapped_inverse, chunks * HV, dict(
             DECAY=batch.decay, shared=HV // batch.H), {**part, "N": 1, "T": chunks * BT})
+        enter_segments(batch, part, dict(
+            K=batch.K, V=batch.V, VARLEN=True, PRECISION=precision(plan), DECAY=batch.decay, EARLIER=False,
+            V_FIRST=how.state_v_first, HALF=False))
         packed_scan(batch, how, part)
     tails = Inputs(**tails_of(plan, x, "q", "k", "v", "beta", "g"), p=None, h0=middle, bounds=None)
     tail, ht, *_ = launch_forward(plan, tails, how)
     put_tails(plan, o, tail, bounds)
     return ht
+
+
+def states_between(batch: Batch, how: Scalars) -> torch.Tensor:
+    """Return a buffer for the states between the whole chunks and the tails, see ``Batch.outputs``."""
+    sides = (batch.V, batch.K) if how.state_v_first else (batch.K, batch.V)
+    return torch.empty(batch.N, batch.HV, *sides, dtype=torch.float32, device=batch.device)
 
 
 def packed_scan(batch: Batch, how: Scalars, part: dict[str, Any]) -> None:

@@ -230,9 +230,9 @@ def multiply(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUPS: gl
     A=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
     o=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
     states=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
-@gluon.jit(do_not_specialize=["T", "whole", "R", "L", "rows", "entries", "slots", "scale"])
+@gluon.jit(do_not_specialize=["T", "N", "whole", "R", "L", "rows", "entries", "slots", "scale"])
 def delta_overlapped(
-    k, q, v, A, betas, G, h0, o, ht, states, undivided, bounds, scale, T, whole, H, HV, R, L, rows,
+    k, q, v, A, betas, G, h0, o, ht, states, undivided, bounds, scale, T, N, whole, H, HV, R, L, rows,
     entries, slots, V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr,
     HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
@@ -261,7 +261,8 @@ def delta_overlapped(
     if bounds is None:
         v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
     else:
-        v0, i_h, n, row0, chunks, entering, leaving = packed_rows(bounds, HV, V, GROUPS * BV, BT)
+        v0, i_h, n, row0, chunks, entering, leaving = packed_rows(
+            undivided, bounds, T, N, HV, L, V, GROUPS * BV, BT, False)
     step = HV * BK
     table = (row0 // BT + n * (entries - T // BT)) * step + i_h * BK
     row0 += n * (whole - T)

@@ -161,7 +161,8 @@ def _in_gluon(kernel: str, problem: Problem, target: Target, part: int | None, t
     """Return the launch of a kernel in Gluon, or None. These kernels need chunks of 64 tokens and no p."""
     if tile["BT"] != BLOCK or "p" in problem.options:
         return None
-    return scans.overlapped(kernel, problem, target, part, tile, shared, packed=True)
+    packed = kernel != "delta_overlapped_alone"
+    return scans.overlapped(kernel, problem, target, part, tile, shared, packed)
 
 
 def two_steps(sizes: Sizes) -> Sizes:
