@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -77,7 +78,7 @@ def mamba2(device: torch.device, gradients: bool = False, T: int = 192, H: int =
 def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int = 128, V: int = 0,
           HV: int = 4, gated: bool = True, state: bool = False, v_first: bool = False,
           dtype: torch.dtype = torch.bfloat16, shift: int = 0, long_keys: bool = False, much: int = MUCH,
-          gradients: bool = False, oracle: bool = False) -> list[torch.Tensor]:
+          gradients: bool = False, oracle: bool = False, edges: Sequence[int] = ()) -> list[torch.Tensor]:
     """Call a delta rule; return o and any final state, or the gradients of the inputs.
 
     much: replaces ``MUCH``, the limit in bytes above which backward computes two sections.
@@ -86,7 +87,9 @@ def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int 
         that direction by -2.2, so the head's sequence cannot be split into segments. Its values are zero
         except for the last 8 tokens.
     oracle: computes the results in float64 with the reference recurrence instead.
+    edges: cu_seqlens of packed sequences; the last one replaces T.
     """
+    B, T, N = (1, edges[-1], len(edges) - 1) if edges else (B, T, B)
     draw, V = torch.Generator().manual_seed(0), V or D
 
     def drawn(*sizes: int) -> torch.Tensor:
@@ -99,7 +102,7 @@ def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int 
     if gated:
         x["g"] = decays(drawn(HV) + 2)
     if state:
-        h0 = torch.randn(B, HV, D, V, generator=draw)
+        h0 = torch.randn(N, HV, D, V, generator=draw)
         x["initial_state"] = h0.mT.contiguous() if v_first else h0
     x = {name: torch.cat([tensor.new_zeros(shift), tensor.flatten()]).to(device)[shift:].view(tensor.shape)
          for name, tensor in x.items()}
@@ -107,11 +110,18 @@ def delta(device: torch.device, *, B: int = 2, T: int = 256, H: int = 4, D: int 
     def call() -> list[torch.Tensor]:
         if oracle:
             h0 = x.get("initial_state")
-            o, ht = recurrence(*(x.get(name) for name in ("q", "k", "v", "beta", "g")),
-                               h0=h0.mT if h0 is not None and v_first else h0, scale=D ** -0.5)
+            h0 = h0.mT if h0 is not None and v_first else h0
+            found = []
+            for n, (begin, end) in enumerate(pairwise(edges or (0, T))):
+                found.append(recurrence(*(None if x.get(name) is None else x[name][:, begin:end]
+                                          for name in ("q", "k", "v", "beta", "g")),
+                                        h0=h0[n:n + 1] if edges and state else h0, scale=D ** -0.5))
+            o, ht = torch.cat([o for o, _ in found], 1), torch.cat([ht for _, ht in found])
             return [o, ht.mT if v_first else ht] if state else [o]
         op = flashlin.chunk_gated_delta_rule if gated else flashlin.chunk_delta_rule
-        facts = {"state_v_first": True} if v_first else {}
+        facts: dict[str, Any] = {"state_v_first": True} if v_first else {}
+        if edges:
+            facts["cu_seqlens"] = torch.tensor(edges, device=device)
         return [y for y in op(**x, output_final_state=state, **facts) if y is not None]
     with mock.patch.object(backward, "MUCH", much):
         return pulled(call, [*x.values()]) if gradients else call()

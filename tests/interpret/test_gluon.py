@@ -47,6 +47,12 @@ CALLS: dict[str, tuple[str, Callable[..., list[torch.Tensor]]]] = {
         delta, **{**ONE, "HV": 2, "D": 128}, V=64, gradients=True)),
     "delta of segments": ("delta_overlapped_alone delta_overlapped_inverse", partial(
         delta, **{**ONE, "T": 1152, "HV": 2})),
+    "packed delta, gradients": ("delta_overlapped_back", partial(
+        delta, **{**ONE, "HV": 2}, edges=(0, 70, 70, 71, 200, 320), gradients=True)),
+    "packed delta without gates": ("delta_overlapped", partial(
+        delta, **{**ONE, "HV": 2}, V=128, edges=(0, 130, 256), gated=False)),
+    "packed delta of segments, gradients": ("delta_overlapped_grads", partial(
+        delta, **ONE, v_first=True, edges=(0, 390, 391, 600), gradients=True)),
     "KDA": ("dplr_overlapped", partial(channels, "chunk_kda", **{**ONE, "HV": 2}, V=128)),
     "KDA, gradients": ("dplr_overlapped_grads", partial(
         channels, "chunk_kda", **{**ONE, "D": 128}, v_first=True, gradients=True)),

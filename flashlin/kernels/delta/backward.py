@@ -458,7 +458,8 @@ def packed_backward(batch: Batch, x: Inputs, how: Scalars, do: torch.Tensor, dht
     for part in batch.parts(finishing, **grads, do=do, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2],
                             betas=lines[0], G=lines[1], states=states, dstates=dstates, windows_back=None,
                             whole=batch.T, entries=chunks):
-        part["dy"], part["u"], part["slots"] = part["dv"], torch.empty_like(x.v), chunks
+        part["dy"], part["u"] = part["dv"], part["dq"] if K == V else torch.empty_like(x.v)
+        part["slots"] = chunks
         enter_segments(batch, part, dict(short, K=K, VARLEN=True, PRECISION=precision(plan), EARLIER=False,
                                          HALF=True), has_dht=True)
         packed_scan(batch, how, {**part, "q": None, "o": part["u"], "ht": middle})

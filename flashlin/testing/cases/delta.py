@@ -58,6 +58,9 @@ def _family(case: Op) -> list[Case]:
              case("zero-keys", L2, keys="zero", K=32, V=32, T=70)]
     cases += [case("two-groups", K=128, V=128, T=128), case("two-groups-64", V=128, T=128),
               case("grouped-64", H=2, HV=6, T=128), case("inverse-64", V=32, T=128),
+              case("packed-64", edges=(0, 1, 1, 130, 600, 640)),
+              case("packed-128", edges=(0, 300, 301, 512), K=128, V=128, HV=6),
+              case("packed-parts", gate=sequences.SLOW, edges=(0, 1, 1, 1480, 1600), H=1, HV=1),
               case("alike-128", K=128, T=192, keys="alike", rate="1"),
               *(case(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items())]
     if gated:
