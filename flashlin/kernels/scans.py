@@ -416,8 +416,9 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int | None, 
     """
     columns = tile.get("BV", problem.V) * tile.get("GROUPS", 1)
     if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
-            or problem.max_warps < 4 or (not packed or problem.batch_part or problem.N * tile["BT"] > problem.T
-                                         if problem.varlen else problem.T % tile["BT"])
+            or problem.max_warps < 4
+            or (not packed or problem.batch_part or problem.N * tile["BT"] > problem.T if problem.varlen
+                else problem.T % tile["BT"])
             or problem.invariant or problem.portable
             or not problem.T or problem.K not in (64, 128) or problem.V % columns):
         return None

@@ -40,7 +40,13 @@ from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
-from flashlin.kernels.delta.forward import delta_states, launch_forward, packed_scan, put_columns, states_between
+from flashlin.kernels.delta.forward import (
+    delta_states,
+    launch_forward,
+    packed_scan,
+    put_columns,
+    states_between,
+)
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.packed import chunk_rows, put_tails, tails_of
 from flashlin.kernels.delta.parts import enter_segments

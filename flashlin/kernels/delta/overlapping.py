@@ -31,7 +31,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlin.compat.descriptors import described
-from flashlin.kernels.gluon_ops import async_load, async_store, barrier, barriers, own_rows, packed_rows, state_tile
+from flashlin.kernels.gluon_ops import (
+    async_load,
+    async_store,
+    barrier,
+    barriers,
+    own_rows,
+    packed_rows,
+    state_tile,
+)
 
 
 @gluon.jit

@@ -202,7 +202,8 @@ def delta_overlapped_inverse(
     A, A_low: [rows, HV, BT]; A_low may be None.
     betas, G: [HV, R], fp32; G may be None.
     kk: the squared norms, [H, R], fp32, or None. Heads that share a head of k all write the same values.
-    chunk_rows: None, or the first rows of the chunks of packed sequences (``packed.whole_chunks``); N is 1 then.
+    chunk_rows: the first rows of the chunks of packed sequences (``packed.whole_chunks``), or None. With
+        packed sequences, N is 1.
     T: tokens of a sequence, a multiple of BT.
     N: number of sequences.
     shared: heads of A for each head of k. If it is 1, Triton compiles the kernel without the division.
