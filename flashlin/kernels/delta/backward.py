@@ -40,6 +40,7 @@ from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
+from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.delta.forward import (
     delta_states,
     launch_forward,
@@ -65,7 +66,7 @@ from flashlin.kernels.tile_ops import (
 
 MUCH = 3 * 2**26  # if a table of states has more bytes, backward computes the time axis in two sections
 # Tensors whose second dimension has tokens: [B, T, ...], or [HV, B * T] for betas and G.
-OF_TOKENS = ("q", "k", "v", "A", "u", "dy", "do", "betas", "G", "dq", "dk", "dv", "dbeta", "dg")
+OF_TOKENS = ("q", "k", "v", "g", "A", "u", "dy", "do", "betas", "G", "dq", "dk", "dv", "dbeta", "dg")
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -439,11 +440,13 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
             programs = mine["N"] * mine["S"] * HV
             if overlapped:
                 from flashlin.kernels.delta.overlapping_grads import delta_overlapped_grads
-                start(finishing, delta_overlapped_grads, programs, dict(K=K, DECAY=batch.decay), mine)
+                start(finishing, delta_overlapped_grads, programs, dict(
+                    K=K, DECAY=batch.decay, FORGOTTEN=FORGOTTEN), mine)
             else:
                 start(finishing, delta_grads, programs, dict(constants, GAPS=batch.gaps), mine)
             mine.clear()  # frees the tables before gradients are summed
-    zero_forgotten(grads["dg"], x.g)
+    if not overlapped:
+        zero_forgotten(grads["dg"], x.g)
     return batch.by_tensor(grads)
 
 
@@ -480,11 +483,10 @@ def packed_backward(batch: Batch, x: Inputs, how: Scalars, do: torch.Tensor, dht
                                                ALONE=False), part)
         if needs != STATE_ALONE:
             part["chunk_rows"] = chunk_rows(plan, bounds, batch.T)
-            start(finishing, delta_overlapped_grads, chunks * HV, dict(K=K, DECAY=batch.decay),
-                  {**part, "N": 1, "T": chunks * BT})
+            start(finishing, delta_overlapped_grads, chunks * HV, dict(
+                K=K, DECAY=batch.decay, FORGOTTEN=FORGOTTEN), {**part, "N": 1, "T": chunks * BT})
     found = batch.by_tensor(grads)
     for name in ("q", "k", "v", "beta", "g") if needs != STATE_ALONE else ():
         if (whole := found[name]) is not None and (tail := made[name]) is not None:
             put_tails(plan, whole, tail, bounds)
-    zero_forgotten(found["g"], x.g)
     return found

@@ -43,11 +43,13 @@ def load_strip(ring, states, dstates, q, k, full, table, row, column, i, BT: gl.
                     lambda x: (x["BV"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["K"])))
 @gluon.jit(do_not_specialize=["T", "N", "whole", "R", "rows", "entries", "slots", "scale"])
 def delta_overlapped_grads(
-    do, u, dy, q, k, states, dstates, dq, dk, v, betas, G, dv, dbeta, dg, chunk_rows, scale, T, N, whole, H, HV, R,
+    do, u, dy, q, k, states, dstates, dq, dk, v, g, betas, G, dv, dbeta, dg, chunk_rows, scale, T, N, whole, H, HV, R,
     rows, entries, slots, K: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
-    DECAY: gl.constexpr,
+    DECAY: gl.constexpr, FORGOTTEN: gl.constexpr,
 ):
     """Write dq, dk, dv, dbeta and dg of all chunks, like delta_grads. BV is V.
+
+    dg is zero where g is at most FORGOTTEN, see ``batch.zero_forgotten``.
 
     The first programs compute the last chunks, whose states were written last and may still be in the L2
     cache. A program reads u and dy before it writes gradients, so dq may share memory with u, and dv with dy.
@@ -57,6 +59,7 @@ def delta_overlapped_grads(
     states, dstates: [slots, HV, K, V], one for each chunk.
     dq, dk: [rows, HV, K].
     v: [rows, HV, V].
+    g: [rows, HV], fp32, the log decays.
     betas, G: [HV, R], fp32.
     dv: [rows, HV, V].
     dbeta: [rows, HV].
@@ -190,5 +193,7 @@ def delta_overlapped_grads(
     if DECAY == 2:
         here, passed = gl.convert_layout(here, a_read), gl.convert_layout(passed, a_read)
         of_token = gl.sum(gl.where(reads[:, None] >= writes[None, :], here[:, None], passed[:, None]), 0)
-        gl.store(dg + first + writes.to(gl.int64) * HV, of_token + gl.sum(across, 0) * kept)
+        at_g = first + writes.to(gl.int64) * HV
+        of_token = gl.where(gl.load(g + at_g) <= FORGOTTEN, 0.0, of_token + gl.sum(across, 0) * kept)
+        gl.store(dg + at_g, of_token)
     tma.store_wait(0)

@@ -83,10 +83,10 @@ def delta_alone(
         tl.store(transfer + at, h, mask=inside & (length > 0))
 
 
-@triton.jit(do_not_specialize=["T", "R", "L", "S", "stride", "scale"])
+@triton.jit(do_not_specialize=["T", "R", "L", "S", "stride", "known_stride", "scale"])
 def delta_facts(
-    y, x, betas, G, kk, facts, scale, T, H, HV, R, L, S, stride, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, FACTS: tl.constexpr, BACK: tl.constexpr,
+    y, x, betas, G, kk, facts, known, scale, T, H, HV, R, L, S, stride, known_stride, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, FACTS: tl.constexpr, BACK: tl.constexpr,
 ):
     """Store numbers that bound how each chunk changes states or, with BACK, the gradients of states.
 
@@ -101,6 +101,7 @@ def delta_facts(
     betas, G: [HV, R], fp32.
     kk: squared norms of k, [H, R], fp32, only without BACK.
     facts: [HV, FACTS, chunks], fp32, with ``stride`` between the numbers of a chunk.
+    known: with BACK, the facts of forward, with ``known_stride`` between the numbers of a chunk.
     L: tokens of a segment. S: chunks of a sequence.
     """
     program = tl.program_id(0)
@@ -121,7 +122,10 @@ def delta_facts(
     yy = squares_of(y, first, needed, i_h, HV, D=V, BT=BT, BD=BK)
     at = facts + i_h.to(tl.int64) * (FACTS * stride) + chunk
     if BACK:
-        growth = tl.load(at) - tl.sum(tl.where(rows == length - 1, sums, 0.0), 0)
+        known += i_h.to(tl.int64) * (FACTS * known_stride) + chunk
+        for i in tl.static_range(3):
+            tl.store(at + i * stride, tl.load(known + i * known_stride))
+        growth = tl.load(known) - tl.sum(tl.where(rows == length - 1, sums, 0.0), 0)
         through = sums + tl.where(growth < 0.0, 0.0, growth)  # NaN stays NaN
         xx = squares_of(x, first, needed, i_qk, H, D=K, BT=BT, BD=BK)
         share = above(xx, yy) * tl.abs(scale)
@@ -152,12 +156,12 @@ def enter_segments(batch: Batch, part: dict[str, Any], constants: dict[str, Any]
     plan, kernel = batch.plan, delta_alone
     part.update(windows=None, windows_back=None)
     if plan.has("dplr_windows"):
-        x, y = (part["q"], part["do"]) if back else (None, part["v"])
+        x, y, known = None, part["v"], part["facts"]
         if back:
-            kept = part["facts"]  # not overwritten, because another backward may read it
-            part["facts"] = torch.empty_like(kept).copy_(kept)
+            x, y, part["facts"] = part["q"], part["do"], torch.empty_like(known)
         start(plan.launch("delta_facts"), delta_facts, part["N"] * part["S"] * batch.HV, dict(
-            x=x, y=y, K=batch.K, V=batch.V, FACTS=FACTS, BACK=back, stride=part["facts"].stride(1)), part)
+            x=x, y=y, known=known if back else None, K=batch.K, V=batch.V, FACTS=FACTS, BACK=back,
+            stride=part["facts"].stride(1), known_stride=known.stride(1)), part)
         find_windows(plan, part, 0, back)
     if plan.has("delta_overlapped_alone"):
         from flashlin.kernels.delta.overlapping_alone import delta_overlapped_alone

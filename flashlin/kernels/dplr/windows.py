@@ -97,38 +97,30 @@ def store_facts(facts, stride, highest, kk, ka, aa, ww, qq, oo, length, BT: tl.c
         tl.store(facts + 4 * stride + rows * 0, tl.sqrt(qq) * tl.sqrt(oo) * tl.exp2(through), mask=rows == 0)
 
 
-@triton.jit(do_not_specialize=["T", "N", "L", "stride", "otherwise"])
-def dplr_windows(
-    facts, state, found, bounds, T, N, HV, L, stride, otherwise, SIZE: tl.constexpr, BT: tl.constexpr,
-    NEAR: tl.constexpr, FACTS: tl.constexpr, VARLEN: tl.constexpr, REVERSE: tl.constexpr,
-):
-    """Find the window of each segment and head, as a number of chunks, or ``otherwise`` if it has none.
+@triton.jit
+def window_of(facts, state, own, bounds, T, N, HV, L, stride, otherwise, SIZE: tl.constexpr, BT: tl.constexpr,
+              NEAR: tl.constexpr, FACTS: tl.constexpr, VARLEN: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the window of one segment and head, as a number of chunks, or ``otherwise`` if it has none.
 
     The module describes the bound. Here the decays of chunks count only within NEAR chunks of the segment's
     end. What earlier chunks add is bounded as if no decay followed until there.
 
-    otherwise: 0 if the segment then needs its transfer, -1 if the head is then not split.
-    REVERSE: find the windows at the start of segments, for gradients.
-
-    facts: [HV, FACTS, stride], fp32: numbers of chunks.
-    state: [N, HV, K, V], or None: states or gradients that enter the sequences.
-    found: [segments, HV], int32.
-    bounds: [N + 1] or None.
-    SIZE: K * V.
+    state: h0 or, with REVERSE, dht, see ``dplr_windows``.
+    own: the number of the segment, times HV, plus the head.
+    REVERSE: find the window at the start of the segment, for gradients.
     """
-    program = tl.program_id(0)
-    i_h = program % HV
-    n, i_part, first, length, last = part_of(program // HV, bounds, T, N, L, VARLEN)
+    i_h = own % HV
+    n, i_part, first, length, last = part_of(own // HV, bounds, T, N, L, VARLEN)
     chunk, chunks = parts_of(n, bounds, T, BT, VARLEN)
-    own = (length + BT - 1) // BT
+    many = (length + BT - 1) // BT
     begin = i_part * (L // BT)
     near = tl.arange(0, NEAR)
     if REVERSE:
         at = begin + near
         far, end = begin + NEAR, chunks
     else:
-        at = begin + own - 1 - near
-        far, end = 0, begin + own - NEAR
+        at = begin + many - 1 - near
+        far, end = 0, begin + many - NEAR
     ADDED: tl.constexpr = 3 if REVERSE else 1
     inside = (at >= 0) & (at < chunks)
     facts += i_h.to(tl.int64) * (FACTS * stride) + chunk
@@ -152,9 +144,36 @@ def dplr_windows(
     past = tl.cumsum(added * factor(tl.cumsum(bits, 0) - bits), 0, reverse=True)
     past += before * factor(growth + tl.sum(bits, 0))
     alone = tl.where((alone > 0.0) & (alone < float("inf")), alone, -1.0)  # never enough
-    enough = (past * 33554432.0 <= alone) & (near <= own)
+    enough = (past * 33554432.0 <= alone) & (near <= many)
     window = tl.min(tl.where(enough, near, NEAR), 0)
-    tl.store(found + program, tl.where(window < NEAR, window, otherwise))
+    return tl.where(window < NEAR, window, otherwise)
+
+
+@triton.jit(do_not_specialize=["T", "N", "L", "stride", "otherwise"])
+def dplr_windows(facts, h0, dht, found, bounds, T, N, HV, L, stride, otherwise, SIZE: tl.constexpr,
+                 BT: tl.constexpr, NEAR: tl.constexpr, FACTS: tl.constexpr, VARLEN: tl.constexpr,
+                 BACK: tl.constexpr):
+    """Find the window of each segment and head (``window_of``) and, with BACK, those of the gradients.
+
+    otherwise: 0 if a segment without a window then needs its transfer, -1 if its head is then not split.
+
+    facts: [HV, FACTS, stride], fp32: numbers of chunks.
+    h0, dht: [N, HV, K, V], or None: states and gradients that enter the sequences.
+    found: [segments, HV] or, with BACK, [2, segments, HV], int32.
+    bounds: [N + 1] or None.
+    SIZE: K * V.
+    """
+    program = tl.program_id(0)
+    count = tl.num_programs(0)
+    if BACK:
+        count = count // 2
+    if program < count:
+        window = window_of(facts, h0, program, bounds, T, N, HV, L, stride, otherwise, SIZE, BT, NEAR, FACTS,
+                           VARLEN, False)
+    else:
+        window = window_of(facts, dht, program - count, bounds, T, N, HV, L, stride, otherwise, SIZE, BT, NEAR,
+                           FACTS, VARLEN, True)
+    tl.store(found + program, window)
 
 
 def find_windows(plan: Plan, x: dict[str, Any], few: int, reverse: bool = False) -> None:
@@ -168,8 +187,10 @@ def find_windows(plan: Plan, x: dict[str, Any], few: int, reverse: bool = False)
         if x["h0"] is not None:
             enter()  # h0 may still be on its way from another rank
         (_, _, HV, V), K = x["v"].shape, x["q"].shape[3]
-        for name, state in (("windows", "h0"), ("windows_back", "dht"))[:1 + reverse]:
-            x[name] = torch.empty(x["parts"], HV, dtype=torch.int32, device=x["v"].device)
-            start(plan.launch("dplr_windows"), dplr_windows, x["parts"] * HV, dict(
-                found=x[name], state=x[state], stride=x["facts"].stride(1), otherwise=otherwise, SIZE=K * V,
-                FACTS=FACTS, VARLEN=x["bounds"] is not None, REVERSE=state == "dht"), x)
+        found = torch.empty(1 + reverse, x["parts"], HV, dtype=torch.int32, device=x["v"].device)
+        start(plan.launch("dplr_windows"), dplr_windows, found.numel(), dict(
+            found=found, stride=x["facts"].stride(1), otherwise=otherwise, SIZE=K * V, FACTS=FACTS,
+            VARLEN=x["bounds"] is not None, BACK=reverse), {"dht": None, **x})
+        x["windows"] = found[0]
+        if reverse:
+            x["windows_back"] = found[1]
