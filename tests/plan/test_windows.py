@@ -87,6 +87,18 @@ def test_grouped_heads_are_summed_by_a_kernel_that_has_run(machine: str) -> None
         assert ("sum_heads" in names) == ("gva" in options and machine.startswith("H200"))
 
 
+@pytest.mark.parametrize(("given", "planned"), [
+    ({}, True), ({"backward": False}, True), ({"N": 513}, False),  # fewer than 64 tokens on average
+    ({"op": "chunk_comba", "options": ("g", "p")}, False), ({"machine": "A100,triton=3.6.0"}, False)], ids=str)
+def test_packed_sequences_use_kernels_in_gluon(given: dict[str, Any], planned: bool) -> None:
+    """They use all of these kernels or none, because the plain ones also compute the tails."""
+    given = {"op": "chunk_gated_delta_rule", "options": ("g",), "varlen": True, "N": 32, **given}
+    names = kernels(32768, 8, **given)
+    gluon = {name for name in names if "overlapped" in name}
+    assert len(gluon) == (0 if not planned else 4 if given.get("backward", True) else 2)
+    assert ({"whole_chunks", "copy_tails", "delta_lines"} <= names) == planned
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_trial_leaves_out_a_kernel_that_is_known_to_fail(backward: bool,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
