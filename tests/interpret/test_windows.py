@@ -358,8 +358,8 @@ def test_facts_of_a_gated_delta_rule() -> None:
     kk = k.square().sum(-1).view(-1, H).T.contiguous()
     for x, y, back in ((None, v, False), (q, do, True)):
         parts.delta_facts[len(chunks) * HV,](
-            y, x, beta.view(-1, HV).T.contiguous(), G, kk, facts, facts, scale, T, H, HV, B * T, 64, 2, len(chunks),
-            len(chunks), K=K, V=V, BT=64, BK=16, FACTS=windows.FACTS, BACK=back)
+            y, x, beta.view(-1, HV).T.contiguous(), G, kk, facts, facts, scale, T, H, HV, B * T, 64, 2,
+            len(chunks), len(chunks), K=K, V=V, BT=64, BK=16, FACTS=windows.FACTS, BACK=back)
     for i, (b, begin, end) in enumerate(chunks):
         for head in range(HV):
             rows = (b, slice(begin, end))

@@ -89,7 +89,8 @@ def test_grouped_heads_are_summed_by_a_kernel_that_has_run(machine: str) -> None
 
 @pytest.mark.parametrize(("given", "planned"), [
     ({}, True), ({"backward": False}, True), ({"N": 513}, False),  # fewer than 64 tokens on average
-    ({"op": "chunk_comba", "options": ("g", "p")}, False), ({"machine": "A100,triton=3.6.0"}, False)], ids=str)
+    ({"op": "chunk_comba", "options": ("g", "p")}, False),
+    ({"machine": "A100,triton=3.6.0"}, False)], ids=str)
 def test_packed_sequences_use_kernels_in_gluon(given: dict[str, Any], planned: bool) -> None:
     """They use all of these kernels or none, because the plain ones also compute the tails."""
     given = {"op": "chunk_gated_delta_rule", "options": ("g",), "varlen": True, "N": 32, **given}

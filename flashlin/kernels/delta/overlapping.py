@@ -270,7 +270,7 @@ def delta_overlapped(
         v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, False)
     else:
         v0, i_h, n, row0, chunks, entering, leaving = packed_rows(
-            undivided, bounds, T, N, HV, L, V, GROUPS * BV, BT, False)
+            undivided, bounds, T, N=N, H=HV, L=L, V=V, COLUMNS=GROUPS * BV, ROWS=BT, REVERSE=False)
     step = HV * BK
     table = (row0 // BT + n * (entries - T // BT)) * step + i_h * BK
     row0 += n * (whole - T)

@@ -133,8 +133,8 @@ def multiply_back(group: gl.constexpr, ring, work, place, V: gl.constexpr, GROUP
     dstates=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
 @gluon.jit(do_not_specialize=["T", "N", "R", "L", "rows", "entries", "slots", "scale"])
 def delta_overlapped_back(
-    q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, undivided, bounds, windows_back, scale, T, N, H, HV, R, L,
-    rows, entries, slots, V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+    q, k, do, A, A_low, betas, G, dht, dy, dh0, dstates, undivided, bounds, windows_back, scale, T, N, H, HV, R,
+    L, rows, entries, slots, V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr,
     HAS_DH0: gl.constexpr, ALONE: gl.constexpr, V_FIRST: gl.constexpr,
 ):
@@ -165,7 +165,7 @@ def delta_overlapped_back(
         v0, i_h, n, row0, chunks, entering, leaving = own_rows(undivided, T, HV, L, V, GROUPS * BV, BT, True)
     else:
         v0, i_h, n, row0, chunks, entering, leaving = packed_rows(
-            undivided, bounds, T, N, HV, L, V, GROUPS * BV, BT, True)
+            undivided, bounds, T, N=N, H=HV, L=L, V=V, COLUMNS=GROUPS * BV, ROWS=BT, REVERSE=True)
     if ALONE:  # a first segment has no earlier one to pass its gradient to
         chunks = gl.where(leaving >= 0, 0, chunks)
         if windows_back is not None:

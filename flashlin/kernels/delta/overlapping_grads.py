@@ -43,8 +43,8 @@ def load_strip(ring, states, dstates, q, k, full, table, row, column, i, BT: gl.
                     lambda x: (x["BV"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["K"])))
 @gluon.jit(do_not_specialize=["T", "N", "whole", "R", "rows", "entries", "slots", "scale"])
 def delta_overlapped_grads(
-    do, u, dy, q, k, states, dstates, dq, dk, v, g, betas, G, dv, dbeta, dg, chunk_rows, scale, T, N, whole, H, HV, R,
-    rows, entries, slots, K: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+    do, u, dy, q, k, states, dstates, dq, dk, v, g, betas, G, dv, dbeta, dg, chunk_rows, scale, T, N, whole,
+    H, HV, R, rows, entries, slots, K: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
     DECAY: gl.constexpr, FORGOTTEN: gl.constexpr,
 ):
     """Write dq, dk, dv, dbeta and dg of all chunks, like delta_grads. BV is V.

@@ -168,11 +168,13 @@ def dplr_windows(facts, h0, dht, found, bounds, T, N, HV, L, stride, otherwise, 
     if BACK:
         count = count // 2
     if program < count:
-        window = window_of(facts, h0, program, bounds, T, N, HV, L, stride, otherwise, SIZE, BT, NEAR, FACTS,
-                           VARLEN, False)
+        window = window_of(facts, h0, own=program, bounds=bounds, T=T, N=N, HV=HV, L=L, stride=stride,
+                           otherwise=otherwise, SIZE=SIZE, BT=BT, NEAR=NEAR, FACTS=FACTS, VARLEN=VARLEN,
+                           REVERSE=False)
     else:
-        window = window_of(facts, dht, program - count, bounds, T, N, HV, L, stride, otherwise, SIZE, BT, NEAR,
-                           FACTS, VARLEN, True)
+        window = window_of(facts, dht, own=program - count, bounds=bounds, T=T, N=N, HV=HV, L=L,
+                           stride=stride, otherwise=otherwise, SIZE=SIZE, BT=BT, NEAR=NEAR, FACTS=FACTS,
+                           VARLEN=VARLEN, REVERSE=True)
     tl.store(found + program, window)
 
 
