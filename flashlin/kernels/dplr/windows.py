@@ -172,7 +172,8 @@ def dplr_windows(facts, h0, dht, found, bounds, T, N, HV, L, stride, otherwise, 
                            otherwise=otherwise, SIZE=SIZE, BT=BT, NEAR=NEAR, FACTS=FACTS, VARLEN=VARLEN,
                            REVERSE=False)
     else:
-        window = window_of(facts, dht, own=program - count, bounds=bounds, T=T, N=N, HV=HV, L=L,
+        own = program - count
+        window = window_of(facts, dht, own=own, bounds=bounds, T=T, N=N, HV=HV, L=L,
                            stride=stride, otherwise=otherwise, SIZE=SIZE, BT=BT, NEAR=NEAR, FACTS=FACTS,
                            VARLEN=VARLEN, REVERSE=True)
     tl.store(found + program, window)
